@@ -1,0 +1,12 @@
+"""The one exception that a user of the data tools is meant to read."""
+
+
+class DataError(ValueError):
+    """Bad input, a bad option or a damaged data set.
+
+    The message is one line that says what is wrong, where (file, line, field) and a way out. Command lines print it
+    after ``error: `` and exit with a non-zero status; it never needs a traceback to be understood.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split("\n")))
