@@ -1,0 +1,172 @@
+"""Checkpoints on disk: whole or not there (law 4 of a run).
+
+A checkpoint is written to a folder whose name starts with a dot, listed with sizes and checksums in ``manifest.json``, and
+only then renamed to ``step_00000100``; the file ``latest`` moves last. Reading trusts the manifest, never ``latest``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ..errors import UserError
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+
+
+def step_name(step: int) -> str:
+    """Folder name of a checkpoint."""
+    return f"step_{step:08d}"
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Replace a small file atomically."""
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_text(text, encoding="utf-8")
+    _sync(temporary)
+    temporary.replace(path)
+
+
+def partial_folder(root: Path, step: int) -> Path:
+    """Where a checkpoint is written before it is whole."""
+    return root / f".{step_name(step)}.partial"
+
+
+def begin(root: Path, step: int) -> Path:
+    """An empty folder to write into; what a killed save left there is removed. One process calls this."""
+    folder = partial_folder(root, step)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def commit(root: Path, step: int, facts: dict[str, Any]) -> Path:
+    """Turn the written folder into a checkpoint: manifest, rename, ``latest``. One process calls this.
+
+    Args:
+        root: the run's ``checkpoints`` folder.
+        facts: what the manifest says beside the files (state, layout, ...), JSON-able.
+    """
+    folder = partial_folder(root, step)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files:
+        _sync(path)
+    listing = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "xxh3_128": _checksum(path)} for path in files
+    }
+    _write_text(folder / MANIFEST, json.dumps({**facts, "files": listing}, indent=1))
+    _sync(folder)
+    final = root / step_name(step)
+    if final.exists():  # the same step saved again, after a resume
+        shutil.rmtree(final)
+    folder.rename(final)
+    _sync(root)
+    _write_text(root / LATEST, step_name(step) + "\n")
+    return final
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        ValueError: there is none, or it is not readable; says which.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder}: no {MANIFEST}, so it was never finished") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / MANIFEST}: not readable ({error})") from None
+    if not isinstance(manifest, dict) or "files" not in manifest:
+        raise ValueError(f"{folder / MANIFEST}: lists no files")
+    return manifest
+
+
+def verify(folder: Path, checksums: bool = True) -> dict[str, Any]:
+    """Check every file of a checkpoint against its manifest and return the manifest.
+
+    Raises:
+        ValueError: names the first file that is missing, of another size or of other content.
+    """
+    manifest = read_manifest(folder)
+    for name, facts in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path}: missing")
+        size = path.stat().st_size
+        if size != facts["bytes"]:
+            raise ValueError(f"{path}: {size} bytes, should be {facts['bytes']}")
+        if checksums and _checksum(path) != facts["xxh3_128"]:
+            raise ValueError(f"{path}: content does not match its checksum")
+    return manifest
+
+
+def listed(root: Path) -> list[Path]:
+    """Checkpoint folders by name, oldest first; not yet verified."""
+    return sorted(path for path in root.glob("step_*") if path.is_dir())
+
+
+def newest_whole(root: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+    """The newest checkpoint that verifies, with its manifest; damaged newer ones are passed over with a warning."""
+    for folder in reversed(listed(root)):
+        try:
+            return folder, verify(folder)
+        except ValueError as error:
+            warn(f"passing over a damaged checkpoint: {error}")
+    return None
+
+
+def prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:
+    """Delete all but the newest ``keep_last`` checkpoints and those at multiples of ``keep_every``; returns them."""
+    removed = []
+    for folder in listed(root)[:-keep_last]:
+        step = int(folder.name.removeprefix("step_"))
+        if keep_every and step % keep_every == 0:
+            continue
+        gone = folder.with_name(f".{folder.name}.removed")  # never half there under its own name
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+        removed.append(folder)
+    return removed
+
+
+def resolve(path: Path, warn: Callable[[str], None]) -> Path:
+    """A whole checkpoint folder from itself, from a run folder or from its ``checkpoints`` folder (the newest one).
+
+    Raises:
+        UserError: there is none.
+    """
+    if (path / MANIFEST).is_file() or path.name.startswith("step_"):
+        try:
+            verify(path)
+        except ValueError as error:
+            raise UserError(f"damaged checkpoint: {error}") from None
+        return path
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = newest_whole(root, warn)
+    if found is None:
+        raise UserError(f"{path}: holds no whole checkpoint; name a run folder or a folder such as .../step_00000100")
+    return found[0]

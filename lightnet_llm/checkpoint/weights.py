@@ -1,0 +1,109 @@
+"""Weights of a checkpoint in a form that no layout owns: safetensors under the project's parameter names.
+
+Every pipeline stage and tensor-parallel rank writes its part with a description of how the parts join; readers get
+full tensors without padding, whatever wrote them.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..errors import UserError, nearest
+from ..models.parameters import shard, spec_of, unshard
+
+FOLDER = "weights"
+
+
+def _gathered(parameter: nn.Parameter, zero_stage: int) -> AbstractContextManager[Any]:
+    if zero_stage < 3:
+        return nullcontext()
+    from deepspeed.zero import GatheredParameters
+
+    return GatheredParameters([parameter])
+
+
+def save_weights(
+    model: nn.Module, folder: Path, *, stage: int, tensor_rank: int, tensor_size: int, zero_stage: int, writes: bool
+) -> None:
+    """Write this rank's part of the weights. Every data-parallel rank calls it (ZeRO-3 gathers); one ``writes``."""
+    tensors: dict[str, Tensor] = {}
+    joins: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "ds_pipe_replicated", False):
+            continue  # the copy of a tied weight; its owner writes it
+        with _gathered(parameter, zero_stage):
+            if writes:
+                spec = spec_of(parameter)
+                tensors[name] = parameter.detach().to("cpu", copy=True).contiguous()
+                joins[name] = {"dim": spec.partition_dim, "shape": list(spec.shape)}
+    if writes:
+        (folder / FOLDER).mkdir(exist_ok=True)
+        metadata = {"joins": json.dumps(joins), "tensor_rank": str(tensor_rank), "tensor_size": str(tensor_size)}
+        save_file(tensors, folder / FOLDER / f"stage{stage:03d}_tensor{tensor_rank:03d}.safetensors", metadata)
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """Full tensors by name, on the CPU, in the dtype they were trained in.
+
+    Args:
+        folder: a checkpoint folder (``.../step_00000100``).
+
+    Raises:
+        UserError: no weights there, a part is missing or a file is damaged.
+    """
+    files = sorted((folder / FOLDER).glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder}: holds no weights/*.safetensors; name a checkpoint folder such as .../step_00000100")
+    parts: dict[str, dict[int, Tensor]] = {}
+    joins: dict[str, Any] = {}
+    size = 1
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as reader:
+                metadata = reader.metadata()
+                joins.update(json.loads(metadata["joins"]))
+                rank, size = int(metadata["tensor_rank"]), int(metadata["tensor_size"])
+                for name in reader.keys():  # noqa: SIM118  (not a mapping)
+                    parts.setdefault(name, {})[rank] = reader.get_tensor(name)
+        except (SafetensorError, KeyError, ValueError, OSError) as error:
+            raise UserError(f"{path}: not a readable weights file ({error})") from None
+    full = {}
+    for name, ranks in parts.items():
+        missing = sorted(set(range(size)) - set(ranks))
+        if missing:
+            raise UserError(f"{folder / FOLDER}: the part of tensor-parallel rank {missing[0]} of '{name}' is missing")
+        full[name] = unshard([ranks[r] for r in range(size)], tuple(joins[name]["shape"]), joins[name]["dim"])
+    return full
+
+
+@torch.no_grad()
+def load_into(model: nn.Module, weights: dict[str, Tensor], source: str, tensor_rank: int = 0) -> None:
+    """Copy full tensors into a model of any tensor-parallel layout; its dtype is kept.
+
+    Raises:
+        UserError: a tensor is missing, left over or of another shape; the message names the first.
+    """
+    wanted = dict(model.named_parameters())
+    for name, parameter in wanted.items():
+        if name not in weights:
+            raise UserError(f"{source}: has no tensor '{name}'{nearest(name, list(weights))}; it is another model")
+        shape = spec_of(parameter).shape
+        if tuple(weights[name].shape) != shape:
+            raise UserError(
+                f"{source}: '{name}' is {list(weights[name].shape)}, this model needs {list(shape)}; it is another model"
+            )
+    partial = any(getattr(p, "ds_pipe_replicated", None) is not None for p in wanted.values())
+    left = sorted(set(weights) - set(wanted))
+    if left and not partial:  # a pipeline stage holds only its own part
+        raise UserError(f"{source}: tensor '{left[0]}' has no place in this model; it is another model")
+    for name, parameter in wanted.items():
+        part = shard(weights[name], spec_of(parameter), tuple(parameter.shape), tensor_rank)
+        parameter.copy_(part.to(parameter.dtype))

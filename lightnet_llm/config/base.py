@@ -1,0 +1,9 @@
+"""What every configuration section shares: unknown keys are errors, values are checked on assignment."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """Base of all sections. Unknown keys are refused, so that a misspelt field never trains with its default."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())

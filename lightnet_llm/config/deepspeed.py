@@ -1,0 +1,69 @@
+"""The DeepSpeed configuration that follows from ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import UserError
+from .run import RunConfig
+
+# Fields we set ourselves; giving them in the pass-through would let two sources disagree.
+_OWNED = {
+    "train_batch_size": "train.global_batch",
+    "train_micro_batch_size_per_gpu": "train.micro_batch",
+    "gradient_accumulation_steps": "train.global_batch and train.micro_batch",
+    "gradient_clipping": "optimizer.clip",
+    "optimizer": "optimizer",
+    "scheduler": "schedule",
+    "bf16": "train.precision",
+    "fp16": "train.precision",
+}
+NO_CLIP = 1e30  # large enough never to act; DeepSpeed computes the gradient norm only where it clips
+
+
+def effective_zero_stage(config: RunConfig) -> int:
+    """DeepSpeed has no fp32 gradient accumulation for bf16 at stage 0: there, stage 1 does the same arithmetic."""
+    stage = config.parallel.zero_stage
+    return 1 if stage == 0 and config.train.precision == "bf16" else stage
+
+
+def deepspeed_config(config: RunConfig, data_parallel: int) -> dict[str, Any]:
+    """Everything DeepSpeed is told.
+
+    Args:
+        config: the run.
+        data_parallel: ranks that read different samples.
+
+    Raises:
+        UserError: the pass-through sets a field that belongs to a section of ours.
+    """
+    for key in config.deepspeed:
+        if key in _OWNED:
+            raise UserError(f"deepspeed.{key} is derived; set {_OWNED[key]} instead")
+    micro = config.train.micro_batch
+    batch = config.train.global_batch
+    derived: dict[str, Any] = {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": batch // (micro * data_parallel),
+        "gradient_clipping": config.optimizer.clip or NO_CLIP,
+        "steps_per_print": 1_000_000_000,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": effective_zero_stage(config),
+            "reduce_bucket_size": 50_000_000,
+            "allgather_bucket_size": 50_000_000,
+        },
+    }
+    if config.train.precision == "bf16":
+        derived["bf16"] = {"enabled": True}
+        derived["data_types"] = {"grad_accum_dtype": "fp32"}
+    return _merge(derived, config.deepspeed)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged

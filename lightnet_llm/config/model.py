@@ -1,0 +1,76 @@
+"""The architecture: everything that decides shapes and mathematics (paper section 4, tables 9 to 12)."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from .base import Section
+
+
+class ModelConfig(Section):
+    """A LightNet model. Parameter counts of the presets follow from these fields alone."""
+
+    layers: int = Field(gt=0, description="Number of LightNet blocks.")
+    width: int = Field(gt=0, description="Width d of the residual stream.")
+    heads: int = Field(gt=0, description="Heads of the attention; the head width is width / heads.")
+    glu_width: int = Field(gt=0, description="Inner width of the gated linear unit.")
+    vocab_size: int = Field(gt=0, description="Tokens that can occur, before padding to a multiple of 128 x TP.")
+    gate_rank: int = Field(default=64, gt=0, description="Rank of the low-rank output gate.")
+    norm: Literal["srms", "rms", "layer"] = Field(
+        default="srms", description="srms: RMS without weight; rms: RMS with weight; layer: LayerNorm."
+    )
+    norm_eps: float = Field(default=1e-5, gt=0, description="Epsilon of every norm.")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Dropout after embedding with TPE, attention output and GLU output."
+    )
+    tie_embeddings: bool = Field(default=True, description="Whether the head reuses the input embedding.")
+    tpe: bool = Field(default=True, description="Toeplitz positional encoding after the embedding (MD-TPE).")
+    tpe_rank: int = Field(default=64, gt=0, description="Exponentials e per channel and axis in TPE.")
+    tpe_init_length: int = Field(
+        default=2048, gt=1, description="Longest initial time constant of TPE in tokens; the usual length of an axis."
+    )
+    tpe_bidirectional: bool | None = Field(
+        default=None, description="Mirrored sum in TPE; null means: as the model (causal models never look ahead)."
+    )
+    lrpe: bool = Field(default=True, description="Linearised relative positional encoding in the scan (MD-LRPE).")
+    lrpe_learnable: bool = Field(default=True, description="Whether theta is trained.")
+    lrpe_base: float = Field(default=10000.0, gt=1, description="Base of the frequency ladder.")
+    lrpe_ladder: Literal["across_heads", "per_head"] = Field(
+        default="across_heads", description="One frequency ladder over all heads, or one restarted in every head."
+    )
+    lrpe_frequencies: Literal["per_axis", "global"] = Field(
+        default="per_axis", description="A ladder of its own per axis, or the paper's literal single ladder."
+    )
+    lrpe_gradient_scale: float = Field(
+        default=1 / 64, gt=0, le=1, description="Constant on theta's gradient, so that it does not set the clip norm."
+    )
+    decay: Literal["shared", "independent"] = Field(
+        default="shared", description="shared: the key is its own log mass; independent: the 'no share' ablation."
+    )
+    decay_rank: int = Field(default=128, gt=0, description="Rank of the forget projection of decay: independent.")
+    axes: int = Field(default=1, ge=1, le=3, description="Position axes: 1 for text, 2 for images, 3 for video.")
+    causal: bool = Field(default=True, description="Causal scan, or the bidirectional one-scan form.")
+    initializer_std: float = Field(default=0.02, gt=0, description="Standard deviation of weight initialisation.")
+
+    @property
+    def head_width(self) -> int:
+        """Features per head (query, key and value alike)."""
+        return self.width // self.heads
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> "ModelConfig":
+        if self.width % self.heads:
+            fits = [h for h in range(1, self.width + 1) if self.width % h == 0]
+            near = min(fits, key=lambda h: abs(h - self.heads))
+            raise ValueError(f"heads {self.heads} must divide width {self.width}; the nearest that does is {near}")
+        if self.head_width > 128:
+            need = -(-self.width // 128)
+            near = next(h for h in range(need, self.width + 1) if self.width % h == 0)
+            raise ValueError(f"head width {self.head_width} (width / heads) is above 128; use heads: {near}")
+        if self.lrpe and self.head_width % self.axes:
+            raise ValueError(f"head width {self.head_width} must be divisible by axes {self.axes} when lrpe is on")
+        if self.causal and self.axes > 1:
+            raise ValueError("a causal model has one axis; set causal: false for images or video")
+        if self.causal and self.tpe_bidirectional:
+            raise ValueError("tpe_bidirectional would let a causal model see later tokens; leave it null or false")
+        return self

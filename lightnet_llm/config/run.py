@@ -1,0 +1,164 @@
+"""Everything about a run that is not the architecture: data, optimisation, layout, files."""
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from .base import Section
+from .model import ModelConfig
+
+
+class DataConfig(Section):
+    """Where tokens come from. A folder written by ``lightnet prep`` holds train, validation and tokenizer."""
+
+    path: str | None = Field(default=None, description="Folder written by `lightnet prep`.")
+    validation: dict[str, str] = Field(
+        default_factory=dict,
+        description="Further named validation sets: name to prepared folder (its held-out split) or .bin/.idx prefix.",
+    )
+    sequence_length: int = Field(default=2048, gt=0, description="Tokens per sample; longer documents are cut.")
+    workers: int = Field(default=0, ge=0, description="Loader processes per rank; 0 loads in the training process.")
+
+
+class OptimizerConfig(Section):
+    """AdamW with decoupled weight decay; norms, biases, theta and TPE are never decayed."""
+
+    learning_rate: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="Adam's beta1 and beta2.")
+    eps: float = Field(default=1e-8, gt=0, description="Adam's epsilon.")
+    weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay on matrices.")
+    clip: float = Field(default=1.0, ge=0, description="Global gradient-norm clip; 0 turns clipping off.")
+
+
+class ScheduleConfig(Section):
+    """Learning rate as a function of the step alone, so that a resumed run follows the same curve."""
+
+    kind: Literal["cosine", "inverse_sqrt", "constant", "wsd", "triangle"] = Field(
+        default="cosine",
+        description="Shape after warm-up. wsd: warm-up, stable, linear decay. triangle: linear up and down.",
+    )
+    warmup_steps: int = Field(default=2000, ge=0, description="Linear warm-up steps.")
+    final_ratio: float = Field(default=0.1, ge=0, le=1, description="Last rate as a share of the peak.")
+    decay_share: float = Field(default=0.1, gt=0, le=1, description="wsd: last share of the steps spent decaying.")
+    peak_share: float = Field(default=0.5, gt=0, lt=1, description="triangle: share of the steps before the peak.")
+
+
+class BatchRampPoint(Section):
+    """One stair of the batch ramp."""
+
+    until_step: int = Field(gt=0, description="Steps before this one use `batch`.")
+    batch: int = Field(gt=0, description="Samples per step on this stair.")
+
+
+class TrainConfig(Section):
+    """The loop: batch, budget, precision, restarts."""
+
+    name: str | None = Field(default=None, description="Run name; null takes the configuration's file name.")
+    output: str = Field(default="runs", description="Folder that holds run folders.")
+    seed: int = Field(default=1234, ge=0, description="Seed of initialisation, sample order and dropout.")
+    precision: Literal["bf16", "fp32"] = Field(
+        default="bf16", description="bf16 computes in bf16 with fp32 master weights and fp32 gradient accumulation."
+    )
+    global_batch: int = Field(default=64, gt=0, description="Samples per optimiser step over all ranks.")
+    micro_batch: int = Field(default=4, gt=0, description="Samples per forward pass and data-parallel rank.")
+    batch_ramp: list[BatchRampPoint] = Field(
+        default_factory=list, description="Smaller batches for the first steps; after the last stair, global_batch."
+    )
+    steps: int | None = Field(default=None, gt=0, description="Optimiser steps of the run (or give tokens).")
+    tokens: int | None = Field(default=None, gt=0, description="Token budget; rounded up to whole steps.")
+    stop_at_step: int | None = Field(
+        default=None, gt=0, description="Save and stop after this step although the budget is larger (for trials)."
+    )
+    resume: Literal["auto", "never", "must"] = Field(
+        default="never", description="auto: continue the run folder if it holds a checkpoint; must: refuse otherwise."
+    )
+    init_from: str | None = Field(default=None, description="Checkpoint whose weights (only) start this run.")
+
+    @model_validator(mode="after")
+    def _budget(self) -> "TrainConfig":
+        if self.steps is not None and self.tokens is not None:
+            raise ValueError("steps and tokens are both set; keep one (null the other)")
+        if self.steps is None and self.tokens is None:
+            raise ValueError("no budget: set steps or tokens")
+        previous = 0
+        for point in self.batch_ramp:
+            if point.until_step <= previous:
+                raise ValueError(f"batch_ramp: until_step {point.until_step} must be above {previous}")
+            previous = point.until_step
+        return self
+
+
+class ParallelConfig(Section):
+    """How ranks share the model. Data-parallel size follows from the number of ranks."""
+
+    tensor: int = Field(default=1, gt=0, description="Tensor-parallel size (TP).")
+    pipeline: int = Field(default=1, gt=0, description="Pipeline-parallel size (PP).")
+    sequence: int = Field(default=1, gt=0, description="Sequence-parallel size (SP).")
+    zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="DeepSpeed ZeRO stage.")
+    pipeline_partition: Literal["parameters", "uniform"] = Field(
+        default="parameters", description="How blocks are split over pipeline stages."
+    )
+
+
+class ValidationConfig(Section):
+    """Loss on held-out data during training."""
+
+    interval: int = Field(default=1000, ge=0, description="Steps between validations; 0 turns them off.")
+    samples: int = Field(default=256, gt=0, description="Samples of each validation set, at most.")
+
+
+class CheckpointConfig(Section):
+    """When to save and what to keep."""
+
+    interval: int = Field(default=1000, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
+    keep_last: int = Field(default=3, ge=1, description="Newest checkpoints kept.")
+    keep_every: int = Field(default=0, ge=0, description="Checkpoints at multiples of this step are kept for ever.")
+
+
+class LoggingConfig(Section):
+    """What the run writes about itself."""
+
+    interval: int = Field(default=10, gt=0, description="Steps between lines of metrics.jsonl and TensorBoard.")
+    groups_interval: int = Field(
+        default=0, ge=0, description="Steps between per-group gradient and weight norms; 0 turns them off."
+    )
+
+
+class RunConfig(Section):
+    """One run: one YAML file."""
+
+    model: ModelConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    train: TrainConfig
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    deepspeed: dict[str, Any] = Field(
+        default_factory=dict, description="Passed through to DeepSpeed for what is not modelled here."
+    )
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> "RunConfig":
+        tensor, heads = self.parallel.tensor, self.model.heads
+        if heads % tensor:
+            legal = [t for t in range(1, heads + 1) if heads % t == 0]
+            near = min(legal, key=lambda t: abs(t - tensor))
+            raise ValueError(
+                f"parallel.tensor {tensor} must divide model.heads {heads}; the nearest size that does is {near}"
+            )
+        if self.parallel.pipeline > self.model.layers:
+            raise ValueError(
+                f"parallel.pipeline {self.parallel.pipeline} is more than model.layers {self.model.layers}; "
+                f"use at most {self.model.layers}"
+            )
+        if self.parallel.pipeline > 1 and self.parallel.zero_stage != 1:
+            raise ValueError(
+                f"parallel.zero_stage {self.parallel.zero_stage} cannot be combined with parallel.pipeline "
+                f"{self.parallel.pipeline}; the pipeline engine takes zero_stage: 1"
+            )
+        if self.parallel.sequence > 1:
+            raise ValueError("parallel.sequence above 1 is not available yet; use parallel.sequence: 1")
+        return self

@@ -1,0 +1,68 @@
+"""LightNet attention, LNA (model-spec section 1; paper section 4.1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightnet_kernels import additive_scan
+from torch import Tensor, nn
+
+from ..config.model import ModelConfig
+from .context import ForwardContext
+from .layers import PlainLayers
+from .lrpe import LRPE
+from .norms import Norm
+
+
+class LightNetAttention(nn.Module):
+    """y = (Norm(o) * sigmoid(U)) Wo, where o is the additive scan of Q, K, V and U = X Wu1 Wu2.
+
+    The fused projection's rows are ordered head by head, [H, (q, k, v), D], so that splitting rows over tensor-parallel
+    ranks splits heads. ``decay: independent`` adds the log mass f = X Wf1 Wf2.
+    """
+
+    def __init__(self, config: ModelConfig, layers: PlainLayers):
+        super().__init__()
+        width, std = config.width, config.initializer_std
+        self.layers_set, self.config = layers, config
+        self.heads, self.head_width = layers.split(config.heads), config.head_width
+        self.qkv = layers.column(width, 3 * width, std)
+        self.gate_down = layers.linear(width, config.gate_rank, std)
+        self.gate_up = layers.column(config.gate_rank, width, std)
+        if config.decay == "independent":
+            self.decay_down = layers.linear(width, config.decay_rank, std)
+            self.decay_up = layers.column(config.decay_rank, width, std)
+        self.lrpe = LRPE(config, layers) if config.lrpe else None
+        self.norm = Norm(config.norm, width, config.norm_eps, local_width=self.heads * self.head_width)
+        self.output = layers.row(width, width, std / (2 * config.layers) ** 0.5)
+
+    def forward(
+        self, x: Tensor, context: ForwardContext, state: Any = None, return_state: bool = False
+    ) -> tuple[Tensor, Any]:
+        """[B, N, width] to the same, and the scan state after the last token (None unless asked for)."""
+        enter = self.layers_set.enter
+        shape = (*x.shape[:2], self.heads, -1)
+        inside = enter(x)
+        query, key, value = self.qkv(inside).view(*x.shape[:2], self.heads, 3, self.head_width).unbind(-2)
+        gate = self.gate_up(enter(self.gate_down(x)))
+        decay = None
+        if self.config.decay == "independent":
+            decay = self.decay_up(enter(self.decay_down(x))).view(shape)
+        result = additive_scan(
+            query,
+            key,
+            value,
+            theta=self.lrpe() if self.lrpe is not None else None,
+            coordinates=context.coordinates,
+            decay=decay,
+            cu_seqlens=context.cu_seqlens,
+            key_mask=context.key_mask,
+            initial_state=state,
+            causal=self.config.causal,
+            return_state=return_state,
+            exchange=context.exchange,
+        )
+        out, after = result if return_state else (result, None)
+        out = self.norm(out).view(*x.shape[:2], -1) * torch.sigmoid(gate)
+        return self.output(out), after

@@ -1,0 +1,54 @@
+"""The LightNet block: attention and gated linear unit, each on a normed residual stream (model-spec section 4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config.model import ModelConfig
+from .attention import LightNetAttention
+from .context import ForwardContext
+from .dropout import dropout
+from .layers import PlainLayers
+from .norms import Norm
+
+
+class GatedLinearUnit(nn.Module):
+    """GLU(x) = (silu(x W1) * (x W2)) W3, no biases. A width that the ranks do not divide is padded with zeros."""
+
+    def __init__(self, config: ModelConfig, layers: PlainLayers):
+        super().__init__()
+        std = config.initializer_std
+        self.layers_set = layers
+        self.gate = layers.column(config.width, config.glu_width, std)
+        self.up = layers.column(config.width, config.glu_width, std)
+        self.down = layers.row(config.glu_width, config.width, std / (2 * config.layers) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, N, width] to the same."""
+        inside = self.layers_set.enter(x)
+        return self.down(F.silu(self.gate(inside)) * self.up(inside))
+
+
+class Block(nn.Module):
+    """h = x + LNA(norm(x)); out = h + GLU(norm(h))."""
+
+    def __init__(self, config: ModelConfig, layers: PlainLayers, index: int):
+        super().__init__()
+        self.index, self.dropout = index, config.dropout
+        self.attention_norm = Norm(config.norm, config.width, config.norm_eps)
+        self.attention = LightNetAttention(config, layers)
+        self.glu_norm = Norm(config.norm, config.width, config.norm_eps)
+        self.glu = GatedLinearUnit(config, layers)
+
+    def forward(
+        self, x: Tensor, context: ForwardContext, state: Any = None, return_state: bool = False
+    ) -> tuple[Tensor, Any]:
+        """[B, N, width] to the same, and the scan state after the last token (None unless asked for)."""
+        place = 2 * self.index + 1  # place 0 is the embedding
+        y, after = self.attention(self.attention_norm(x), context, state, return_state)
+        x = x + dropout(y, self.dropout, context.dropout, place)
+        x = x + dropout(self.glu(self.glu_norm(x)), self.dropout, context.dropout, place + 1)
+        return x, after

@@ -1,0 +1,126 @@
+"""The causal language model: embedding, TPE, blocks, norm, head."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..config.model import ModelConfig
+from .block import Block
+from .context import ForwardContext, ModelState
+from .dropout import DropoutKey, dropout
+from .layers import PlainLayers
+from .norms import Norm
+from .tpe import ToeplitzEncoding
+
+
+class CausalLMOutput(NamedTuple):
+    """logits [B, N, vocabulary slice of this rank]; state when asked for."""
+
+    logits: Tensor
+    state: ModelState | None
+
+
+class CausalLM(nn.Module):
+    """LightNet language model.
+
+    Parameter names (``embedding``, ``tpe``, ``layers.I``, ``norm``, ``head``) are the one naming scheme of the project: the
+    pipeline engine builds the same parts under the same names.
+    """
+
+    def __init__(self, config: ModelConfig, layers: PlainLayers | None = None):
+        super().__init__()
+        layers = layers or PlainLayers()
+        self.config, self.layers_set = config, layers
+        self.embedding = layers.embedding(config.vocab_size, config.width, config.initializer_std)
+        self.tpe = ToeplitzEncoding(config) if config.tpe else None
+        self.layers = nn.ModuleList([Block(config, layers, index) for index in range(config.layers)])
+        self.norm = Norm(config.norm, config.width, config.norm_eps)
+        self.head = None if config.tie_embeddings else build_head(config, layers)
+
+    def embed(
+        self, input_ids: Tensor, context: ForwardContext, state: ModelState | None = None, return_state: bool = False
+    ) -> tuple[Tensor, object]:
+        """Token ids [B, N] to activations: [1, B*N, width] with segments, else [B, N, width]; and TPE's state."""
+        if context.cu_seqlens is not None:
+            input_ids = input_ids.reshape(1, -1)
+        return embed(self.embedding, self.tpe, self.config, input_ids, context, state and state.tpe, return_state)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Activations to this rank's slice of the logits over the padded vocabulary."""
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return project(hidden, weight, self.norm, self.layers_set)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        context: ForwardContext | None = None,
+        state: ModelState | None = None,
+        return_state: bool = False,
+    ) -> CausalLMOutput:
+        """Next-token logits.
+
+        Args:
+            input_ids: integer [B, N].
+            context: segments, padding, dropout; None for B independent full rows.
+            state: what the model has read before these tokens.
+
+        Returns:
+            logits [B, N, V / TP], activations' dtype, and the state after the last token when asked for.
+        """
+        context = context or ForwardContext()
+        hidden, tpe_state = self.embed(input_ids, context, state, return_state)
+        states = []
+        for index, block in enumerate(self.layers):
+            hidden, after = block(hidden, context, state.layers[index] if state else None, return_state)
+            states.append(after)
+        logits = self.logits(hidden).view(*input_ids.shape, -1)
+        return CausalLMOutput(logits, ModelState(tpe_state, tuple(states)) if return_state else None)
+
+    def loss(self, input_ids: Tensor, labels: Tensor, context: ForwardContext | None = None) -> Tensor:
+        """Negative log likelihood in nats of every label, fp32 [B, N]."""
+        return self.layers_set.cross_entropy(self(input_ids, context).logits, labels, self.config.vocab_size)
+
+
+def embed(
+    embedding: nn.Module,
+    tpe: ToeplitzEncoding | None,
+    config: ModelConfig,
+    input_ids: Tensor,
+    context: ForwardContext,
+    state: object = None,
+    return_state: bool = False,
+) -> tuple[Tensor, object]:
+    """Embedding, TPE and the first dropout; shared by the plain and the pipelined model."""
+    hidden = embedding(input_ids)
+    after = None
+    if tpe is not None:
+        hidden, after = tpe(hidden, context, state=state, return_state=return_state)
+    return dropout(hidden, config.dropout, context.dropout, 0), after
+
+
+def project(hidden: Tensor, weight: Tensor, norm: nn.Module, layers: PlainLayers) -> Tensor:
+    """Final norm and head; shared by the plain and the pipelined model."""
+    return nn.functional.linear(layers.enter(norm(hidden)), weight)
+
+
+def build_head(config: ModelConfig, layers: PlainLayers) -> nn.Module:
+    """An untied head: the same vocabulary-split weight as an embedding."""
+    return layers.embedding(config.vocab_size, config.width, config.initializer_std)
+
+
+def training_context(
+    cu_seqlens: Tensor | None, sample_ids: Tensor | None, tokens: int, config: ModelConfig, seed: int, step: int | None
+) -> ForwardContext:
+    """The context of a training pass; ``step`` None (evaluation) turns dropout off."""
+    key = None
+    if step is not None and config.dropout > 0 and sample_ids is not None:
+        key = DropoutKey(seed, step, sample_ids, tokens)
+    return ForwardContext(cu_seqlens=cu_seqlens, dropout=key)
+
+
+def masked_mean(nll: Tensor, labels: Tensor) -> Tensor:
+    """Sum of ``nll`` where a label counts (>= 0), divided by all positions, so that means of equal batches add up."""
+    return torch.where(labels >= 0, nll, nll.new_zeros(())).sum() / labels.numel()

@@ -1,0 +1,41 @@
+"""What one forward pass knows beside its activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .dropout import DropoutKey
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """Shared by all blocks of a pass.
+
+    Attributes:
+        cu_seqlens: int [S + 1] segment boundaries over the flattened tokens; activations are then [1, B*N, d].
+        key_mask: bool [B, N], true for real tokens.
+        coordinates: int [N, axes] positions of a bidirectional model's tokens.
+        dropout: key of the dropout masks, None outside training.
+        exchange: state exchange over sequence-parallel ranks, None on one.
+    """
+
+    cu_seqlens: Tensor | None = None
+    key_mask: Tensor | None = None
+    coordinates: Tensor | None = None
+    dropout: DropoutKey | None = None
+    exchange: Any = None
+
+
+class ModelState(NamedTuple):
+    """Everything a causal model remembers of the tokens it has read: constant size, whatever their number.
+
+    Attributes:
+        tpe: state of the Toeplitz encoding (None without TPE).
+        layers: one scan state per block.
+    """
+
+    tpe: Any
+    layers: tuple[Any, ...]

@@ -1,0 +1,101 @@
+"""The set of layers that models are built from: here plain torch, for one process and for Hugging Face users.
+
+``lightnet_llm.parallel.megatron`` offers the same interface over tensor-parallel ranks. A model asks for ``column``
+layers (outputs split over ranks), ``row`` layers (inputs split, outputs summed) and calls ``enter`` once on what it feeds
+to column layers; with one rank all of these are ordinary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .parameters import ParameterSpec, declare, normal
+
+
+def padded_size(size: int, multiple: int) -> int:
+    """``size`` rounded up to a multiple."""
+    return -(-size // multiple) * multiple
+
+
+class PlainLayers:
+    """Layers of one process. Weights are declared with their sharding, so that any layout draws the same ones.
+
+    Attributes:
+        tensor_parallel: ranks that share each layer.
+        tensor_rank: this process among them.
+        vocab_multiple: the vocabulary is padded to a multiple of this.
+    """
+
+    tensor_parallel = 1
+    tensor_rank = 0
+
+    def __init__(self, vocab_multiple: int = 128):
+        self.vocab_multiple = vocab_multiple
+
+    def split(self, size: int) -> int:
+        """This rank's share of ``size`` features, padded up where the ranks do not divide it."""
+        return padded_size(size, self.tensor_parallel) // self.tensor_parallel
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Mark the input of column layers: identity forward, sum over ranks backward."""
+        return x
+
+    def linear(self, in_features: int, out_features: int, std: float) -> nn.Module:
+        """A linear layer without bias that every rank holds whole."""
+        layer = nn.Linear(in_features, out_features, bias=False)
+        declare(layer.weight, ParameterSpec((out_features, in_features), normal(std)))
+        return layer
+
+    def column(self, in_features: int, out_features: int, std: float) -> nn.Module:
+        """Linear without bias, [.., in] to [.., split(out)]."""
+        layer = self._column(in_features, self.split(out_features) * self.tensor_parallel)
+        declare(layer.weight, ParameterSpec((out_features, in_features), normal(std), partition_dim=0))
+        return layer
+
+    def row(self, in_features: int, out_features: int, std: float) -> nn.Module:
+        """Linear without bias, [.., split(in)] to [.., out], summed over ranks."""
+        layer = self._row(self.split(in_features) * self.tensor_parallel, out_features)
+        declare(layer.weight, ParameterSpec((out_features, in_features), normal(std), partition_dim=1))
+        return layer
+
+    def embedding(self, vocab_size: int, width: int, std: float) -> nn.Module:
+        """Token embedding [B, N] to [B, N, width]; rows beyond ``vocab_size`` are padding, zero for ever."""
+        layer = self._embedding(padded_size(vocab_size, self.vocab_multiple * self.tensor_parallel), width)
+        declare(layer.weight, ParameterSpec((vocab_size, width), normal(std), partition_dim=0))
+        return layer
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
+        """Negative log likelihood in nats, fp32, of the shape of ``labels``.
+
+        Args:
+            logits: [.., V] this rank's slice of the padded vocabulary; padded entries do not count.
+            labels: integer token ids, global.
+        """
+        logits = self._mask_padding(logits.float(), vocab_size)
+        return self._cross_entropy(logits, labels)
+
+    def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """[.., vocab_size] logits of the whole vocabulary without padding, on every rank."""
+        return logits[..., :vocab_size]
+
+    def _mask_padding(self, logits: Tensor, vocab_size: int) -> Tensor:
+        start = self.tensor_rank * logits.shape[-1]
+        valid = max(0, min(logits.shape[-1], vocab_size - start))
+        if valid == logits.shape[-1]:
+            return logits
+        padding = torch.arange(logits.shape[-1], device=logits.device) >= valid
+        return logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+
+    def _column(self, in_features: int, out_features: int) -> nn.Module:
+        return nn.Linear(in_features, out_features, bias=False)
+
+    def _row(self, in_features: int, out_features: int) -> nn.Module:
+        return nn.Linear(in_features, out_features, bias=False)
+
+    def _embedding(self, rows: int, width: int) -> nn.Module:
+        return nn.Embedding(rows, width)
+
+    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)

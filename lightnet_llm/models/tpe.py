@@ -1,0 +1,96 @@
+"""MD-TPE: Toeplitz positional encoding by exponential sums along every axis (model-spec section 3)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from lightnet_kernels import toeplitz_scan
+from torch import Tensor, nn
+
+from ..config.model import ModelConfig
+from .context import ForwardContext
+from .parameters import ParameterSpec, declare
+
+
+def _draw_raw(length: int) -> Any:
+    """sigmoid(raw) = exp(-1 / tau) with tau log-uniform from 1 to the axis length."""
+
+    def draw(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+        tau = torch.exp(torch.rand(shape, generator=generator, dtype=torch.float64) * math.log(length))
+        decay = torch.exp(-1.0 / tau)
+        return torch.log(decay / (1.0 - decay)).float()
+
+    return draw
+
+
+class ToeplitzEncoding(nn.Module):
+    """x + sum over axes of y, y_n = sum_{m<=n} sum_i b_i lambda_i^(n-m) x_m per channel.
+
+    Parameters ``raw`` and ``beta`` are [axes, width, rank]: lambda = sigmoid(raw), b = beta (1 - lambda), divided by
+    (1 + lambda) when bidirectional. They stay fp32 and are not decayed.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        shape = (config.axes, config.width, config.tpe_rank)
+        std = 0.1 / math.sqrt(config.tpe_rank * config.axes)
+        raw = ParameterSpec(shape, _draw_raw(config.tpe_init_length), decay=False, keep_fp32=True)
+        beta = ParameterSpec(
+            shape,
+            lambda generator, size: torch.empty(size).normal_(0.0, std, generator=generator),
+            decay=False,
+            keep_fp32=True,
+        )
+        self.raw = declare(nn.Parameter(torch.empty(shape)), raw)
+        self.beta = declare(nn.Parameter(torch.empty(shape)), beta)
+        mirrored = config.tpe_bidirectional
+        self.bidirectional = (not config.causal) if mirrored is None else mirrored
+
+    def forward(
+        self,
+        x: Tensor,
+        context: ForwardContext,
+        grid: tuple[int, ...] | None = None,
+        state: Any = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, Any]:
+        """Encode positions.
+
+        Args:
+            x: [B, N, width]; with ``grid`` N is its product, in row-major order.
+            grid: sizes of the axes; None for one axis of length N.
+            state: TPE state of the tokens before (one axis only).
+
+        Returns:
+            (encoded [B, N, width] of x's dtype, state after the last token or None).
+        """
+        decay = torch.sigmoid(self.raw)
+        gain = self.beta * (1.0 - decay)
+        if self.bidirectional:
+            gain = gain / (1.0 + decay)
+        if grid is None or len(grid) == 1:
+            result = toeplitz_scan(
+                x,
+                decay[0],
+                gain[0],
+                bidirectional=self.bidirectional,
+                cu_seqlens=context.cu_seqlens,
+                key_mask=context.key_mask,
+                initial_state=state,
+                return_state=return_state,
+                exchange=context.exchange,
+            )
+            y, after = result if return_state else (result, None)
+            return x + y, after
+        batch, _, width = x.shape
+        cube = x.view(batch, *grid, width)
+        out = cube
+        for axis in range(len(grid)):
+            rows = cube.movedim(axis + 1, -2)
+            y = toeplitz_scan(
+                rows.reshape(-1, grid[axis], width), decay[axis], gain[axis], bidirectional=self.bidirectional
+            )
+            out = out + y.view(rows.shape).movedim(-2, axis + 1)
+        return out.reshape(x.shape), None

@@ -1,0 +1,178 @@
+"""The causal language model as DeepSpeed pipeline stages, under the parameter names of the plain model.
+
+Stages pass (hidden, sample_ids, cu_seqlens). ``cu_seqlens`` is padded to a fixed length by repeating its last entry, so
+that shapes never change; each stage cuts the padding off again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import Tensor, nn
+
+from ..config.model import ModelConfig
+from ..models.block import Block
+from ..models.causal_lm import build_head, embed, masked_mean, project, training_context
+from ..models.context import ForwardContext
+from ..models.layers import PlainLayers
+from ..models.norms import Norm
+from ..models.tpe import ToeplitzEncoding
+from .layout import Groups
+
+Payload = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass
+class Clock:
+    """Where the run stands; dropout masks depend on it. ``step`` is None during evaluation."""
+
+    seed: int
+    step: int | None = None
+
+
+def pad_segments(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """int32 [tokens + 1]: the boundaries, then the total repeated."""
+    padded = torch.full((tokens + 1,), int(cu_seqlens[-1]), dtype=torch.int32)
+    padded[: cu_seqlens.numel()] = cu_seqlens
+    return padded
+
+
+def _trim(cu_seqlens: Tensor) -> Tensor:
+    total = cu_seqlens[-1]
+    return cu_seqlens[: int((cu_seqlens < total).sum()) + 1]
+
+
+class _Stage(nn.Module):
+    def __init__(self, config: ModelConfig, layers: PlainLayers, clock: Clock):
+        super().__init__()
+        self.config, self.layers_set, self.clock = config, layers, clock
+
+    def context(self, payload: Payload) -> ForwardContext:
+        """The forward context that travels beside the activations."""
+        _, sample_ids, cu_seqlens = payload
+        tokens = (cu_seqlens.numel() - 1) // sample_ids.numel()
+        return training_context(
+            _trim(cu_seqlens), sample_ids, tokens, self.config, self.clock.seed, self.clock.step if self.training else None
+        )
+
+
+class EmbeddingStage(_Stage):
+    """Token ids to embeddings; tied, so the last stage holds a copy for the head."""
+
+    def __init__(self, config: ModelConfig, layers: PlainLayers, clock: Clock):
+        super().__init__(config, layers, clock)
+        self.embedding = layers.embedding(config.vocab_size, config.width, config.initializer_std)
+
+    def forward(self, payload: Payload) -> Payload:
+        input_ids, sample_ids, cu_seqlens = payload
+        return self.embedding(input_ids.reshape(1, -1)), sample_ids, cu_seqlens
+
+
+class PositionStage(_Stage):
+    """TPE and the dropout after it."""
+
+    def __init__(self, config: ModelConfig, layers: PlainLayers, clock: Clock):
+        super().__init__(config, layers, clock)
+        self.tpe = ToeplitzEncoding(config) if config.tpe else None
+
+    def forward(self, payload: Payload) -> Payload:
+        hidden, _ = embed(nn.Identity(), self.tpe, self.config, payload[0], self.context(payload))
+        return hidden, payload[1], payload[2]
+
+
+class BlockStage(_Stage):
+    """One LightNet block."""
+
+    def __init__(self, config: ModelConfig, layers: PlainLayers, clock: Clock, index: int):
+        super().__init__(config, layers, clock)
+        self.block = Block(config, layers, index)
+
+    def forward(self, payload: Payload) -> Payload:
+        hidden, _ = self.block(payload[0], self.context(payload))
+        return hidden, payload[1], payload[2]
+
+
+class NormStage(_Stage):
+    """Final norm; the head's product follows in the tied stage, which applies no norm of its own."""
+
+    def __init__(self, config: ModelConfig, layers: PlainLayers, clock: Clock):
+        super().__init__(config, layers, clock)
+        self.norm = Norm(config.norm, config.width, config.norm_eps)
+
+    def forward(self, payload: Payload) -> Payload:
+        return self.norm(payload[0]), payload[1], payload[2]
+
+
+class HeadStage(_Stage):
+    """Untied head."""
+
+    def __init__(self, config: ModelConfig, layers: PlainLayers, clock: Clock):
+        super().__init__(config, layers, clock)
+        self.head = build_head(config, layers)
+
+    def forward(self, payload: Payload) -> Tensor:
+        return project(payload[0], self.head.weight, nn.Identity(), self.layers_set)
+
+
+def _tied_head(stage: EmbeddingStage, payload: Payload) -> Tensor:
+    return project(payload[0], stage.embedding.weight, nn.Identity(), stage.layers_set)
+
+
+class PipelinedCausalLM(PipelineModule):
+    """DeepSpeed pipeline of the causal language model.
+
+    DeepSpeed names parameters by stage number; here they are registered again under the plain model's names, so that
+    checkpoints do not care which engine wrote them.
+    """
+
+    def __init__(self, config: ModelConfig, layers: PlainLayers, groups: Groups, clock: Clock, partition: str):
+        common = (config, layers, clock)
+        specs: list[Any] = [
+            TiedLayerSpec("embedding", EmbeddingStage, *common, tied_weight_attr="embedding.weight")
+            if config.tie_embeddings
+            else LayerSpec(EmbeddingStage, *common),
+            LayerSpec(PositionStage, *common),
+            *(LayerSpec(BlockStage, *common, index) for index in range(config.layers)),
+            LayerSpec(NormStage, *common),
+            TiedLayerSpec(
+                "embedding", EmbeddingStage, *common, forward_fn=_tied_head, tied_weight_attr="embedding.weight"
+            )
+            if config.tie_embeddings
+            else LayerSpec(HeadStage, *common),
+        ]
+        super().__init__(
+            specs, topology=groups.topology, loss_fn=self._loss, partition_method=partition, base_seed=clock.seed
+        )
+        self.config, self.layers_set, self.clock = config, layers, clock
+        self._register_plain_names()
+
+    def _register_plain_names(self) -> None:
+        stages = [m for m in self.children() if isinstance(m, _Stage)] + list(self.tied_modules.values())
+        tied = self.tied_modules
+        for name in list(self._modules):
+            del self._modules[name]
+        object.__setattr__(self, "tied_modules", tied)  # DeepSpeed still finds it; it has no name of its own
+        blocks = nn.ModuleDict()
+        for stage in stages:
+            if isinstance(stage, BlockStage):
+                blocks[str(stage.block.index)] = stage.block
+            else:
+                for name, module in stage.named_children():
+                    self.add_module(name, module)
+        self.add_module("layers", blocks)
+        object.__setattr__(self, "_stages", stages)
+
+    def train(self, mode: bool = True) -> PipelinedCausalLM:
+        """Stages are not children any more, so they are told here."""
+        super().train(mode)
+        for stage in getattr(self, "_stages", []):
+            stage.train(mode)
+        return self
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        flat = labels.reshape(1, -1)
+        nll = self.layers_set.cross_entropy(logits, flat.clamp(min=0), self.config.vocab_size)
+        return masked_mean(nll, flat)

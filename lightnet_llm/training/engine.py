@@ -1,0 +1,244 @@
+"""DeepSpeed engines behind one small interface: a step, a validation, a checkpoint.
+
+The plain engine serves ZeRO 0 to 3; the pipeline engine serves PP > 1. Both train the same parts under the same
+parameter names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor, nn
+
+from ..checkpoint.weights import load_into, load_weights
+from ..config.deepspeed import NO_CLIP, deepspeed_config, effective_zero_stage
+from ..config.run import RunConfig
+from ..models.causal_lm import CausalLM, masked_mean, training_context
+from ..models.layers import PlainLayers
+from ..models.parameters import initialize, spec_of
+from ..parallel.layout import Groups
+from ..parallel.megatron import MegatronLayers
+from ..parallel.pipeline import Clock, PipelinedCausalLM, pad_segments
+from .norms import group_norms
+from .optimizer import build_optimizer
+
+Batch = dict[str, Tensor]
+
+
+@contextmanager
+def _fp32_parameters_kept() -> Iterator[None]:
+    """DeepSpeed casts every parameter to bf16; theta and TPE's decay rates must stay fp32 (model-spec section 2)."""
+    original = DeepSpeedEngine._cast_module_mixed_precision
+
+    def cast(self: Any, *args: Any, **kwargs: Any) -> None:
+        kept = [(p, p.data) for p in self.module.parameters() if spec_of(p).keep_fp32]
+        original(self, *args, **kwargs)
+        for parameter, data in kept:
+            parameter.data = data
+
+    DeepSpeedEngine._cast_module_mixed_precision = cast
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._cast_module_mixed_precision = original
+
+
+def build_layers(groups: Groups) -> PlainLayers:
+    """megatron-core's layers under tensor parallelism, plain torch otherwise."""
+    return MegatronLayers(groups.tensor_group) if groups.layout.tensor > 1 else PlainLayers()
+
+
+class Engine:
+    """A model, its optimiser and its ranks under DeepSpeed (plain engine).
+
+    Args:
+        config: the run.
+        groups: ranks and process groups.
+        device: this rank's device.
+        weights: checkpoint folder whose weights replace the drawn initial values.
+
+    Attributes:
+        measure_groups: whether the next step measures gradient and weight norms by kind of parameter.
+        group_norms: what was measured last.
+        last_batch: the micro-batch worked on last, for a report after running out of memory.
+    """
+
+    def __init__(self, config: RunConfig, groups: Groups, device: torch.device, weights: Path | None = None):
+        self.config, self.groups, self.device = config, groups, device
+        self.measure_groups = False
+        self.group_norms: dict[str, dict[str, float]] | None = None
+        self.last_batch: Batch | None = None
+        self.clock = Clock(config.train.seed)
+        self.layers = build_layers(groups)
+        model = self._build_model()
+        initialize(model, config.train.seed, self.layers.tensor_rank)
+        if weights is not None:
+            load_into(model, load_weights(weights), str(weights), self.layers.tensor_rank)
+        with _fp32_parameters_kept():
+            self.engine, self.optimizer, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=build_optimizer(model, config.optimizer),
+                config=deepspeed_config(config, groups.data_size),
+                mpu=self._mpu(),
+                dist_init_required=False,
+            )
+        self._step_alone = self.engine._take_model_step
+        self.engine._take_model_step = self._measure_then_step
+        self.base_rates = [config.optimizer.learning_rate] * len(self.param_groups)
+
+    def _build_model(self) -> nn.Module:
+        return CausalLM(self.config.model, self.layers)
+
+    def _mpu(self) -> Any:
+        return self.groups
+
+    @property
+    def module(self) -> Any:
+        """The model whose parameters carry the project's names."""
+        return self.engine.module
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimiser's groups, whatever wraps it."""
+        return self.engine.optimizer.param_groups
+
+    @property
+    def zero_stage(self) -> int:
+        """The stage DeepSpeed runs."""
+        return effective_zero_stage(self.config)
+
+    def _measure_then_step(self, *args: Any, **kwargs: Any) -> None:
+        """Runs where gradients are reduced and not yet used, in both engines."""
+        self.group_norms = group_norms(self.module, self.groups) if self.measure_groups else None
+        self._step_alone(*args, **kwargs)
+
+    def set_rate(self, factor: float) -> float:
+        """Set every group's learning rate to ``factor`` times its base; returns the rate of the first."""
+        for group, base in zip(self.param_groups, self.base_rates, strict=True):
+            group["lr"] = base * factor
+        return float(self.param_groups[0]["lr"])
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+
+    def _loss(self, batch: Batch) -> Tensor:
+        input_ids, labels = batch["input_ids"], batch["labels"]
+        step = self.clock.step if self.module.training else None
+        context = training_context(
+            batch["cu_seqlens"], batch["sample_ids"], input_ids.shape[1], self.config.model, self.clock.seed, step
+        )
+        logits = self.engine(input_ids, context).logits
+        nll = self.layers.cross_entropy(logits, labels.clamp(min=0), self.config.model.vocab_size)
+        return masked_mean(nll, labels)
+
+    def train_step(self, batches: Iterator[Batch], step: int, global_batch: int) -> Tensor:
+        """One optimiser step.
+
+        Args:
+            batches: this rank's micro-batches, in order.
+            step: number of the update, from 0.
+            global_batch: samples of the step over all ranks.
+
+        Returns:
+            This rank's mean loss in nats over its micro-batches, a scalar on the device (see :meth:`reduce_mean`).
+        """
+        self.engine.train()
+        self.clock.step = step
+        if self.engine.train_batch_size() != global_batch:
+            self.engine.set_train_batch_size(global_batch)
+        micro_batches = self.engine.gradient_accumulation_steps()
+        total = torch.zeros((), device=self.device)
+        for index in range(micro_batches):
+            self.last_batch = next(batches)
+            loss = self._loss(self._to_device(self.last_batch))
+            self.engine.set_gradient_accumulation_boundary(index == micro_batches - 1)
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.detach()
+        return total / micro_batches
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch], micro_batches: int) -> Tensor:
+        """Mean over ``micro_batches`` of :func:`masked_mean`, averaged over data-parallel ranks, on every rank."""
+        self.engine.eval()
+        total = torch.zeros((), device=self.device)
+        for _ in range(micro_batches):
+            total += self._loss(self._to_device(next(batches)))
+        return self.reduce_mean(total / micro_batches)
+
+    def reduce_mean(self, value: Tensor) -> Tensor:
+        """Average of a scalar over data-parallel ranks."""
+        dist.all_reduce(value, group=self.groups.data_group)
+        return value / self.groups.data_size
+
+    def gradient_norm(self) -> float:
+        """Global gradient norm of the last step, before clipping."""
+        norm = self.engine.get_global_grad_norm()
+        return float(norm) if norm is not None else float("nan")
+
+    def save(self, folder: Path, client_state: dict[str, Any]) -> None:
+        """DeepSpeed's native files under ``folder/engine``."""
+        self.engine.save_checkpoint(str(folder), tag="engine", client_state=client_state, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Restore weights and optimiser from ``folder/engine``."""
+        path, _ = self.engine.load_checkpoint(str(folder), tag="engine")
+        if path is None:
+            raise RuntimeError(f"{folder}: DeepSpeed loaded nothing")
+
+    @property
+    def clip(self) -> float:
+        """Gradient-norm clip in force, infinite when off."""
+        clip = self.engine.gradient_clipping()
+        return float("inf") if clip >= NO_CLIP else float(clip)
+
+
+class PipelineEngine(Engine):
+    """The same over pipeline stages."""
+
+    def _build_model(self) -> nn.Module:
+        return PipelinedCausalLM(
+            self.config.model, self.layers, self.groups, self.clock, self.config.parallel.pipeline_partition
+        )
+
+    def _mpu(self) -> Any:
+        return None  # a PipelineModule carries its own topology
+
+    def _payloads(self, batches: Iterator[Batch]) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+        for batch in batches:
+            segments = pad_segments(batch["cu_seqlens"], batch["input_ids"].numel())
+            yield (batch["input_ids"], batch["sample_ids"], segments), batch["labels"]
+
+    def train_step(self, batches: Iterator[Batch], step: int, global_batch: int) -> Tensor:
+        """One optimiser step through the pipeline; the loss is already averaged over all ranks."""
+        self.clock.step = step
+        self.module.train()
+        if self.engine.train_batch_size() != global_batch:
+            self.engine.set_train_batch_size(global_batch)
+        return self.engine.train_batch(self._payloads(batches)).detach().float()
+
+    def evaluate(self, batches: Iterator[Batch], micro_batches: int) -> Tensor:
+        """As the plain engine's."""
+        self.clock.step = None
+        self.module.eval()
+        loss = self.engine.eval_batch(
+            self._payloads(batches), compute_loss=True, reduce_output="avg", num_micro_batches=micro_batches
+        )
+        self.module.train()
+        return loss.detach().float()
+
+    def reduce_mean(self, value: Tensor) -> Tensor:
+        """DeepSpeed's pipeline has averaged it already."""
+        return value
+
+
+def build_engine(config: RunConfig, groups: Groups, device: torch.device, weights: Path | None = None) -> Engine:
+    """The engine that ``config.parallel`` asks for."""
+    return (PipelineEngine if groups.layout.pipeline > 1 else Engine)(config, groups, device, weights)

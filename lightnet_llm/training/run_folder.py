@@ -1,0 +1,165 @@
+"""A run's folder: what it records about itself, when it may be continued, how it is asked to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..config import RunConfig, dump_config, validate
+from ..errors import UserError
+
+CONFIG, STOP, METRICS, FINISHED = "config.yaml", "stop", "metrics.jsonl", "finished.json"
+
+# What may change when a run is resumed; all else decides the numbers the run produces. Sections end with a dot.
+RESUMABLE = (
+    "train.name",
+    "train.output",
+    "train.resume",
+    "train.steps",
+    "train.tokens",
+    "train.stop_at_step",
+    "train.micro_batch",
+    "train.init_from",
+    "data.workers",
+    "data.validation",
+    "validation.",
+    "checkpoint.",
+    "logging.",
+    "deepspeed.",
+)
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat.update(_flat(value, f"{prefix}.{key}" if prefix else str(key)))
+    return flat
+
+
+def _may_change(field: str) -> bool:
+    return any(
+        field == name or field.startswith(name if name.endswith(".") else name + ".") or field == name.rstrip(".")
+        for name in RESUMABLE
+    )
+
+
+class RunFolder:
+    """Paths and rules of one run folder, ``train.output / train.name``."""
+
+    def __init__(self, config: RunConfig):
+        assert config.train.name
+        self.config = config
+        self.path = Path(config.train.output) / config.train.name
+        self.checkpoints = self.path / "checkpoints"
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether anything could be resumed."""
+        return any(self.checkpoints.glob("step_*"))
+
+    def check(self) -> None:
+        """Refuse, before any work, a start that would overwrite a run or a resume that would bend it.
+
+        Raises:
+            UserError: with the way out.
+        """
+        exists = self.path.is_dir() and any(p.name not in (STOP, "launcher.log") for p in self.path.iterdir())
+        resume = self.config.train.resume
+        if exists and resume == "never":
+            raise UserError(
+                f"run folder {self.path} exists and is never overwritten; continue it with train.resume=auto, "
+                "or start another with train.name=NAME"
+            )
+        if resume == "must" and not self.has_checkpoint:
+            raise UserError(f"train.resume=must, but {self.checkpoints} holds no checkpoint; use train.resume=auto")
+        if exists:
+            self._check_same_run()
+
+    def _check_same_run(self) -> None:
+        path = self.path / CONFIG
+        if not path.is_file():
+            if self.has_checkpoint or (self.path / METRICS).exists():
+                raise UserError(f"{path} is missing, so {self.path} cannot be continued; start another with train.name=NAME")
+            return
+        before = _flat(validate(yaml.safe_load(path.read_text()), str(path)).model_dump(mode="json"))
+        now = _flat(self.config.model_dump(mode="json"))
+        for field in sorted(set(before) | set(now)):
+            if before.get(field) != now.get(field) and not _may_change(field):
+                raise UserError(
+                    f"{field} was {before.get(field)!r} in {path} and is {now.get(field)!r} now; a resumed run keeps it "
+                    f"(free to change: {', '.join(RESUMABLE)})"
+                )
+
+    def record(self, layout: dict[str, int], tokenizer: Path | None) -> None:
+        """Write the resolved configuration, versions, command, git commit and diff. One process calls this."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / CONFIG).write_text(dump_config(self.config))
+        names = ("lightnet-llm", "torch", "deepspeed", "megatron-core", "triton", "numpy", "sentencepiece", "tokenizers")
+        versions = {"python": platform.python_version()}
+        for name in names:
+            try:
+                versions[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                continue
+        facts = {
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "command": sys.argv,
+            "versions": versions,
+            "layout": layout,
+            "git": self._git(),
+        }
+        history = self.path / "environment.jsonl"  # one line a start, so that resumes are on record too
+        with history.open("a") as file:
+            file.write(json.dumps(facts) + "\n")
+        if tokenizer is not None and not (self.path / tokenizer.name).exists():
+            shutil.copyfile(tokenizer, self.path / tokenizer.name)
+
+    def _git(self) -> dict[str, Any] | None:
+        def git(*arguments: str) -> str:
+            root = Path(__file__).resolve().parent
+            return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout
+
+        try:
+            commit, diff = git("rev-parse", "HEAD").strip(), git("diff", "HEAD")
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        if diff:
+            (self.path / "source.diff").write_text(diff)
+        return {"commit": commit, "diff": "source.diff" if diff else None}
+
+    # Stopping: a file, because it reaches every node of a run through the file system that holds the run folder and
+    # needs no help from the launcher, which would exit 1 on SIGTERM and kill its ranks.
+    def request_stop(self) -> None:
+        """Ask the ranks to save and exit 0 after the step they are in."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / STOP).write_text(f"{os.getpid()}\n")
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a stop was asked for."""
+        return (self.path / STOP).exists()
+
+    def clear_stop(self) -> None:
+        """Forget earlier requests."""
+        (self.path / STOP).unlink(missing_ok=True)
+
+    def finished_step(self) -> int | None:
+        """The step at which this run reached its budget, if it did."""
+        path = self.path / FINISHED
+        return int(json.loads(path.read_text())["step"]) if path.is_file() else None
+
+    def mark_finished(self, step: int) -> None:
+        """Record that the budget was reached."""
+        (self.path / FINISHED).write_text(json.dumps({"step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}))
