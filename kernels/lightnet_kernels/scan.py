@@ -1,0 +1,179 @@
+"""`additive_scan`, the one entry to LightNet attention's scan, and the choice of its backend."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from . import reference, torch_scan
+from .checks import (
+    check_backend,
+    check_cu_seqlens,
+    check_exchange,
+    check_scan_arguments,
+    check_state_tensors,
+)
+from .state import ScanState, identity_state, merge_states
+
+
+class ScanExchange(Protocol):
+    """What sequence parallelism supplies: both are differentiable and keep the state's shapes.
+
+    States with LRPE are merged with `merge_states(left, right, theta)` in `prefix`, and without theta in `total`,
+    because bidirectional calls put all ranks on one origin. With `cu_seqlens` a state holds every local segment: the
+    exchange knows which of them continue from another rank, and returns the identity for the rest.
+    """
+
+    def prefix(self, state: ScanState) -> ScanState:
+        """State of all earlier ranks, in the frame of this rank's first token; the identity on the first rank."""
+        ...
+
+    def total(self, state: ScanState) -> ScanState:
+        """State of all ranks together."""
+        ...
+
+
+# The one place to add a backend: a module with causal_scan and bidirectional_scan of these signatures.
+_BACKENDS: dict[str, Any] = {"reference": reference, "torch": torch_scan}
+
+
+def choose_backend(backend: str, query: Tensor, decay: Tensor | None) -> str:
+    """Resolve "auto" for these inputs."""
+    check_backend("additive_scan", backend, ("auto", *_BACKENDS))
+    return "torch" if backend == "auto" else backend
+
+
+def additive_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    activation: str | None = "silu",
+    theta: Tensor | None = None,
+    coordinates: Tensor | None = None,
+    decay: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    initial_state: ScanState | None = None,
+    causal: bool = True,
+    return_state: bool = False,
+    exchange: ScanExchange | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, ScanState]:
+    """LightNet attention without its projections (paper section 3; model-spec 1, 2 and 4).
+
+    Causal, per head: s_t = sum_{r<=t} exp(k_r);
+    o_t = sum_{r<=t} sum_j phi(q_tj) exp(k_rj) / s_tj cos((t - r) theta_j) v_r.
+    Bidirectional: both sums run over the whole sequence.
+
+    query, key: [B, N, H, D]; the key is the raw logit, any finite value. value: [B, N, H, Dv]. D, Dv up to 128. The
+        product is computed in float32 (float64 where an input is), whatever the autocast state.
+    activation: phi, "silu", or None or "none" for the identity.
+    theta: [H, D], angles of LRPE; None: no LRPE.
+    coordinates: integers [N] or [N, axes], bidirectional only; with k axes each head's D features fall into k equal
+        groups, one an axis. None: the places 1..N. Causally only lags matter.
+    decay: [B, N, H, D], log-mass of the "no share" ablation: s sums exp(decay), and the values are weighted by
+        exp(decay) silu(key). None: the key itself.
+    cu_seqlens: [segments + 1], int32 or int64, packed segments that do not see each other; needs B = 1. May be padded
+        by repeating N. States are then per segment.
+    key_mask: bool [B, N], true for a real token. Other tokens do not exist: their outputs are 0, their inputs get
+        gradients of 0, and neither lags nor lengths count them (coordinates, where given, stay as given).
+    initial_state: state of earlier tokens, which the scan (each segment, with cu_seqlens) continues. Give it in
+        float64 to carry the state in float64: one token at a time, a float32 normaliser stops growing when one key
+        lies 17 nats above very many others.
+    return_state: also return the state after all tokens, earlier ones included. Its angle 0 is the next token; in a
+        bidirectional call with coordinates it is coordinate 0, and such states are merged without theta.
+    exchange: sequence parallelism, see `ScanExchange`.
+    backend: "auto", "reference" (O(N^2 D), the specification) or "torch".
+
+    Returns the output [B, N, H, Dv] in value's dtype (0 at masked tokens), or (output, state).
+    Gradients reach every floating-point input and initial_state's sum and kv; states' max is a constant.
+    Raises ValueError for arguments that do not fit, naming the argument and the entry.
+    """
+    check_scan_arguments(query, key, value, theta, coordinates, decay, key_mask, causal, exchange)
+    name = choose_backend(backend, query, decay)
+    if activation not in ("silu", "none", None):
+        raise ValueError(f"additive_scan: unknown activation {activation!r}; choose 'silu', 'none' or None")
+    check_exchange("additive_scan", exchange, "prefix" if causal else "total")
+    bounds = check_cu_seqlens("additive_scan", cu_seqlens, query.shape[0], query.shape[1])
+    sequences = query.shape[0] if bounds is None else len(bounds) - 1
+    _check_state("initial_state", initial_state, sequences, query, value, theta)
+
+    floats = [x for x in (query, key, value, decay) if x is not None]
+    dtype = torch.float64 if any(x.dtype == torch.float64 for x in floats) else torch.float32
+    state_dtype = dtype
+    if initial_state is not None and initial_state.kv.dtype == torch.float64:
+        state_dtype = torch.float64
+    identity = identity_state(
+        sequences, *key.shape[2:], value.shape[3], lrpe=theta is not None, dtype=state_dtype, device=key.device
+    )
+    initial = identity if initial_state is None else _as_constant_max(initial_state, state_dtype)
+    common = {
+        "activation": activation == "silu",
+        "theta": None if theta is None else theta.to(dtype),
+        "decay": None if decay is None else decay.to(dtype),
+        "cu_seqlens": bounds,
+        "key_mask": key_mask,
+    }
+    operands = (query.to(dtype), key.to(dtype), value.to(dtype))
+    module = _BACKENDS[name]
+    with torch.autocast(device_type=query.device.type, enabled=False):
+        if causal:
+            if exchange is not None:
+                _, local = module.causal_scan(*operands, **common, initial=identity, need_output=False)
+                before = _received("prefix", exchange.prefix(local), sequences, query, value, theta, state_dtype)
+                initial = before if initial_state is None else merge_states(initial, before, common["theta"])
+            output, state = module.causal_scan(*operands, **common, initial=initial)
+        else:
+
+            def combine(local: ScanState) -> ScanState:
+                if exchange is not None:
+                    local = _received("total", exchange.total(local), sequences, query, value, theta, state_dtype)
+                if initial_state is None:
+                    return local
+                # On a shared origin (coordinates) nothing turns; else both count from this call's first token.
+                return merge_states(initial, local)
+
+            output, state = module.bidirectional_scan(*operands, **common, coordinates=coordinates, combine=combine)
+    output = output.to(value.dtype)
+    if not return_state:
+        return output
+    return output, ScanState(*(x.to(state_dtype) for x in state[:3]), state.length)
+
+
+def _as_constant_max(state: ScanState, dtype: torch.dtype) -> ScanState:
+    return ScanState(state.max.detach().to(dtype), state.sum.to(dtype), state.kv.to(dtype), state.length)
+
+
+def _received(
+    method: str,
+    state: ScanState,
+    sequences: int,
+    query: Tensor,
+    value: Tensor,
+    theta: Tensor | None,
+    dtype: torch.dtype,
+) -> ScanState:
+    _check_state(f"exchange.{method}()", state, sequences, query, value, theta)
+    return _as_constant_max(state, dtype)
+
+
+def _check_state(
+    where: str, state: ScanState | None, sequences: int, query: Tensor, value: Tensor, theta: Tensor | None
+) -> None:
+    if state is None:
+        return
+    heads, width = query.shape[2:]
+    rows = width if theta is None else 2 * width
+    check_state_tensors(
+        "additive_scan",
+        where,
+        {
+            "max": (state.max, (sequences, heads, width)),
+            "sum": (state.sum, (sequences, heads, width)),
+            "kv": (state.kv, (sequences, heads, rows, value.shape[3])),
+            "length": (state.length, (sequences,)),
+        },
+    )
