@@ -88,8 +88,8 @@ class PackedTokens(torch.utils.data.Dataset[Sample]):
         self.samples_per_epoch = (self.tokens - 1) // sequence_length
         if self.samples_per_epoch < 1:
             raise DataError(
-                f"{prefix}.bin: {self.tokens} tokens do not fill one window of sequence_length {sequence_length} (+ 1); the "
-                f"largest sequence_length for it is {self.tokens - 1}"
+                f"{prefix}.bin: {self.tokens} tokens are fewer than sequence_length {sequence_length} + 1; "
+                f"the largest sequence_length for it is {self.tokens - 1}"
             )
         self.dropped_tokens = self.tokens - 1 - self.samples_per_epoch * sequence_length
         self._epochs: dict[int, _Epoch] = {}

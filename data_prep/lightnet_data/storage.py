@@ -88,8 +88,8 @@ class TokenStore:
             if last != eod_id:
                 raise DataError(
                     f"{self.prefix}.bin: document {document} ends with token {last}, not with the end-of-document "
-                    f"token {eod_id}; write the data with one appended to each document (lightnet prep does, megatron's "
-                    "preprocess_data.py with --append-eod)"
+                    f"token {eod_id}; write the data with one appended to each document (lightnet prep does so, and "
+                    "megatron's preprocess_data.py with --append-eod)"
                 )
         return eod_id
 

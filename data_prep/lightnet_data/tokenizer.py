@@ -240,7 +240,10 @@ class _HuggingFace:
         self._alphabet = _byte_level_alphabet() if _has_byte_level_decoder(content.get("decoder")) else None
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the library raises bare Exception, for a word-level model without <unk> say
+            raise DataError(f"the tokenizer cannot encode {text[:40]!r} ({error})") from None
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -256,11 +259,13 @@ class _HuggingFace:
             return b""
         if token in self._added:
             return self._added[token]
-        piece = self._tokenizer.id_to_token(token)
+        piece: str | None = self._tokenizer.id_to_token(token)  # None: a hole in the vocabulary
         if self._alphabet is not None and piece:
             return bytes(self._alphabet[character] for character in piece)
         if piece and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
+        if piece and SPACE_SYMBOL in piece:
+            return piece.replace(SPACE_SYMBOL, " ").encode()
         return self.decode([token]).encode()
 
 

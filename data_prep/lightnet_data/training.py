@@ -4,7 +4,7 @@ import heapq
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import xxhash
 
@@ -23,30 +23,78 @@ RESERVED_CHARACTERS = "\0\t\u2581\u2585"  # SentencePiece's own marks: string en
 
 
 def train(texts: Iterable[str], vocab_size: int, seed: int = 0, sample_bytes: int = SAMPLE_BYTES) -> bytes:
-    """Train a byte-pair SentencePiece model.
+    """Train a SentencePiece model on a corpus: a seeded sample of it, then ``fit``.
 
-    Byte fallback, identity normalisation, no dummy prefix and kept white space make it lossless, but for U+2581, which
-    SentencePiece uses for the space. Ids: 0 <unk> (never produced), 1 ``<|endofdocument|>`` (never produced from text),
-    2-257 the bytes, then what was learned. The same texts, in the same order, give the same bytes.
+    The same texts, in the same order, give the same bytes.
 
     Args:
         texts: the corpus, one document each; read once.
         vocab_size: number of ids.
         seed: chooses the training sample.
-        sample_bytes: the corpus beyond this size is sampled, evenly over its pieces of about 4 kB.
+        sample_bytes: a corpus beyond this size is sampled, evenly over its pieces of about 4 kB.
 
     Returns:
         The model file.
 
     Raises:
-        DataError: the corpus has no text, or the vocabulary is too small for the fixed pieces or larger than the
-            corpus supports (the message names the largest that works).
+        DataError: see ``fit``.
+    """
+    sample = Sample(seed, sample_bytes)
+    for text in texts:
+        sample.add(text)
+    return fit(sample.sentences(), vocab_size)
+
+
+class VocabularyTooLarge(DataError):
+    """The corpus does not support that many pieces; ``largest`` is the most that works."""
+
+    def __init__(self, largest: int, message: str) -> None:
+        super().__init__(message)
+        self.largest = largest
+
+
+class Sample:
+    """At most ``limit`` bytes of a corpus: the sentences with the smallest hash of (seed, place in the corpus)."""
+
+    def __init__(self, seed: int = 0, limit: int = SAMPLE_BYTES) -> None:
+        self._seed, self._limit = seed & (2**64 - 1), limit
+        self._kept: list[tuple[int, int, int, str]] = []  # a heap with the largest hash on top
+        self._size = self._seen = 0
+
+    def add(self, text: str, tag: int = 0) -> None:
+        """Consider a document; ``tag`` is handed to the filter of ``sentences``."""
+        for sentence in sentences(text):
+            key = xxhash.xxh3_64_intdigest(self._seen.to_bytes(8, "little"), self._seed)
+            heapq.heappush(self._kept, (-key, self._seen, tag, sentence))
+            self._seen += 1
+            self._size += _utf8_length(sentence)
+            while self._size > self._limit and len(self._kept) > 1:
+                self._size -= _utf8_length(heapq.heappop(self._kept)[3])
+
+    def sentences(self, wanted: Callable[[int], bool] = lambda tag: True) -> list[str]:
+        """The kept sentences of documents whose tag is wanted, in corpus order."""
+        return [sentence for _, _, tag, sentence in sorted(self._kept, key=lambda kept: kept[1]) if wanted(tag)]
+
+
+def fit(sample: list[str], vocab_size: int) -> bytes:
+    """Train a byte-pair SentencePiece model on sentences.
+
+    Byte fallback, identity normalisation, no dummy prefix and kept white space make it lossless, but for U+2581, which
+    SentencePiece uses for the space. Ids: 0 <unk> (never produced), 1 ``<|endofdocument|>`` (never produced from text),
+    2-257 the bytes, then what was learned.
+
+    Returns:
+        The model file.
+
+    Raises:
+        DataError: the sample has no text, or the vocabulary is too small for the fixed pieces or larger than the
+            text supports (the message names the largest that works).
     """
     import sentencepiece
 
     if vocab_size <= FIXED_PIECES:
         raise DataError(f"vocabulary size {vocab_size}: {FIXED_PIECES} ids are fixed (bytes); use at least 512")
-    sample = _without_rare_characters(_sample(texts, seed, sample_bytes), vocab_size)
+    sample = _without_rare_characters(sample, vocab_size)
     if not any(sentence.strip() for sentence in sample):
         raise DataError("the corpus has no text to train a tokenizer on; give more documents or --tokenizer PATH")
     model = io.BytesIO()
@@ -75,19 +123,6 @@ def train(texts: Iterable[str], vocab_size: int, seed: int = 0, sample_bytes: in
     except RuntimeError as error:
         raise _explained(str(error), vocab_size) from None
     return model.getvalue()
-
-
-def _sample(texts: Iterable[str], seed: int, limit: int) -> list[str]:
-    """At most ``limit`` bytes of sentences: those with the smallest hash of (seed, place), in their order."""
-    kept: list[tuple[int, int, str]] = []  # a heap, largest hash first
-    size = 0
-    for place, sentence in enumerate(piece for text in texts for piece in sentences(text)):
-        key = xxhash.xxh3_64_intdigest(place.to_bytes(8, "little"), seed & (2**64 - 1))
-        heapq.heappush(kept, (-key, place, sentence))
-        size += _utf8_length(sentence)
-        while size > limit and len(kept) > 1:
-            size -= _utf8_length(heapq.heappop(kept)[2])
-    return [sentence for _, _, sentence in sorted(kept, key=lambda entry: entry[1])]
 
 
 def _utf8_length(text: str) -> int:
@@ -139,9 +174,10 @@ def _explained(message: str, vocab_size: int) -> DataError:
     """SentencePiece's error in one line with a way out."""
     largest = re.search(r"too high.*<= *(\d+)", message, re.DOTALL)
     if largest:
-        return DataError(
+        return VocabularyTooLarge(
+            int(largest[1]),
             f"vocabulary size {vocab_size} is larger than the corpus supports; the largest that works is "
-            f"{largest[1]}: use --vocab-size {largest[1]} or more text"
+            f"{largest[1]}: use --vocab-size {largest[1]} or more text",
         )
     detail = " ".join(message.split())[-200:]
     return DataError(f"SentencePiece cannot train a vocabulary of {vocab_size} on this corpus: {detail}")

@@ -1,0 +1,140 @@
+"""``lightnet prep``: raw text to token shards."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import click
+
+
+@click.command()
+@click.argument("inputs", metavar="INPUT...", nargs=-1)
+@click.option("--output", metavar="DIR", required=True, help="Folder to make: shards, tokenizer and manifest.json.")
+@click.option("--tokenizer", metavar="PATH", help="SentencePiece model, Hugging Face tokenizer.json, or its folder.")
+@click.option("--vocab-size", type=int, metavar="N", help="Train a tokenizer of N ids. [default: suits the corpus]")
+@click.option("--field", default="text", show_default=True, help="Field of a JSON line that holds the text.")
+@click.option(
+    "--workers", type=int, default=1, show_default=True, metavar="N", help="Processes; same result for any N."
+)
+@click.option("--skip-bad", is_flag=True, help="Count and report bad input instead of stopping at the first.")
+@click.option("--holdout", type=float, default=0.05, show_default=True, help="Share of documents for validation.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the held-out choice and the tokenizer sample.")
+@click.option("--eod-token", metavar="TOKEN", help="End-of-document token of --tokenizer, where it is not found.")
+@click.option("--overwrite", is_flag=True, help="Replace a finished data set in DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest's summary as JSON, and only that, on stdout.")
+def prep(
+    inputs: tuple[str, ...],
+    output: str,
+    tokenizer: str | None,
+    vocab_size: int | None,
+    field: str,
+    workers: int,
+    skip_bad: bool,
+    holdout: float,
+    seed: int,
+    eod_token: str | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Turn text into token shards that training reads.
+
+    INPUT is a file, a folder or a quoted pattern. A .jsonl file has one document in the field "text" of each line; any
+    other file named is one document of UTF-8 text; .gz and .zst behind either are undone. A folder is searched for
+    .jsonl, .txt, .md, .rst, source code and the like. Without --tokenizer a lossless SentencePiece tokenizer is trained.
+    """
+    # No gradient is compiled here, and importing torch._dynamo takes a third of the time until the first document.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    from lightnet_data.errors import DataError
+    from lightnet_data.prepare import Options, prepare
+
+    options = Options(field, vocab_size, eod_token, holdout, seed, skip_bad)
+    try:
+        manifest = prepare(inputs, output, tokenizer, options, workers, overwrite, _terminal(quiet=as_json))
+    except DataError as error:
+        _fail(str(error))
+    except OSError as error:  # a full disk, an output folder that may not be written
+        where = f"{error.filename}: " if error.filename else f"{output}: "
+        _fail(f"{where}{error.strerror or error}; nothing was left in {output}")
+    summary = _summary(manifest, output)
+    if as_json:
+        click.echo(json.dumps(summary, ensure_ascii=False))
+    else:
+        _print(summary)
+
+
+def _fail(message: str) -> NoReturn:
+    raise _Failure(message)
+
+
+class _Failure(click.ClickException):
+    """One line on stderr and exit code 1."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"error: {self.message}", file=file or sys.stderr)
+
+
+def _terminal(quiet: bool) -> Any:
+    """Notes and progress on stderr; progress only on a terminal, or once a stage has lasted a while."""
+    from lightnet_data.prepare import Reporter
+    from tqdm import tqdm
+
+    class Terminal(Reporter):
+        def note(self, line: str) -> None:
+            click.echo(f"note: {line}", err=True)
+
+        @contextlib.contextmanager
+        def progress(self, stage: str, total: int) -> Iterator[Callable[[int], Any]]:
+            interactive = sys.stderr.isatty()
+            bar = tqdm(
+                desc=stage,
+                total=total,
+                unit="B",
+                unit_scale=True,
+                disable=quiet,
+                delay=1 if interactive else 10,
+                mininterval=0.2 if interactive else 30,
+                leave=False,
+                file=sys.stderr,
+            )
+            with bar:
+                yield bar.update
+
+    return Terminal()
+
+
+def _summary(manifest: dict[str, Any], output: str) -> dict[str, Any]:
+    """The manifest with its list of files summed up."""
+    files = manifest["sources"]
+    sources = {"files": len(files), "bytes": sum(file["bytes"] for file in files)}
+    return {"output": str(Path(output)), **manifest, "sources": sources}
+
+
+def _print(summary: dict[str, Any]) -> None:
+    tokenizer, tokens, size = summary["tokenizer"], summary["tokens"], summary["bytes"]
+    click.echo(
+        f"{summary['output']}: {summary['documents']:,} documents, {size:,} bytes, {tokens:,} tokens "
+        f"({size / tokens:.2f} bytes a token) from {summary['sources']['files']:,} files"
+    )
+    for name, split in summary["splits"].items():
+        click.echo(f"  {name}: {split['documents']:,} documents, {split['bytes']:,} bytes, {split['tokens']:,} tokens")
+    click.echo(
+        f"  {tokenizer['file']}: {tokenizer['kind']}, {tokenizer['vocab_size']:,} ids, end of document "
+        f"{tokenizer['eod_token']} = {tokenizer['eod_id']}, sha256 {tokenizer['fingerprint'][:16]}"
+    )
+    for kind, entry in summary["skipped"].items():
+        click.echo(f"  skipped, {kind}: {entry['count']:,} (first: {entry['first']})")
+    if summary["ignored_files"]:
+        ignored = ", ".join(f"{count:,} {reason}" for reason, count in summary["ignored_files"].items())
+        click.echo(f"  not read: {ignored}")
+    marks, trip = summary["space_symbols"], summary["round_trip"]
+    if marks["count"] and tokenizer["kind"] == "sentencepiece":
+        click.echo(f"  U+2581, which decodes to a space: {marks['count']:,} in {marks['documents']:,} documents")
+    if trip["differ"]:
+        click.echo(
+            f"  the tokenizer is not lossless: {trip['differ']:,} of {trip['checked']:,} documents looked at do not "
+            f"decode to their text (first: {trip['first']})"
+        )
