@@ -67,6 +67,51 @@ class ChunkLayout:
         x = x.reshape(depth, self.batch, self.chunk, *tail).transpose(0, 1)
         return x.reshape(self.batch, depth * self.chunk, *tail)[:, : self.tokens]
 
+    def pack_channels(self, x: Tensor) -> Tensor:
+        """[B, N, d] -> [d, chunks, chunk], contiguous."""
+        return _ChannelsFirst.apply(self.pack(x), True)
+
+    def unpack_channels(self, x: Tensor) -> Tensor:
+        """The inverse of `pack_channels`; masked tokens get 0."""
+        return self.unpack(_ChannelsFirst.apply(x, False))
+
+    def pack_heads(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """[B, N, H, D] -> [chunks, H, chunk, D], contiguous, so that matrix products need no copies."""
+        heads, width = x.shape[2:]
+        if self.slots is not None:
+            assert self.slot_of is not None
+            forward, backward = self._with_heads(heads)
+            flat = x.reshape(self.batch * self.tokens * heads, width)
+            return _gather(flat, forward, backward, fill).view(self.chunks, heads, self.chunk, width)
+        depth = len(self.counts)
+        missing = depth * self.chunk - self.tokens
+        if missing:
+            x = F.pad(x, (0, 0, 0, 0, 0, missing), value=fill)
+        x = x.reshape(self.batch, depth, self.chunk, heads, width).permute(1, 0, 3, 2, 4)
+        return x.contiguous().view(self.chunks, heads, self.chunk, width)
+
+    def unpack_heads(self, x: Tensor) -> Tensor:
+        """The inverse of `pack_heads`; masked tokens get 0."""
+        heads, width = x.shape[1], x.shape[3]
+        if self.slots is not None:
+            assert self.slot_of is not None
+            forward, backward = self._with_heads(heads)
+            flat = x.reshape(self.chunks * heads * self.chunk, width)
+            return _gather(flat, backward, forward, 0.0).view(self.batch, self.tokens, heads, width)
+        depth = len(self.counts)
+        x = x.view(depth, self.batch, heads, self.chunk, width).permute(1, 0, 3, 2, 4)
+        return x.reshape(self.batch, depth * self.chunk, heads, width)[:, : self.tokens]
+
+    def _with_heads(self, heads: int) -> tuple[Tensor, Tensor]:
+        """slots and slot_of for rows of one head: places in [tokens, H], and in [chunks, H, chunk]."""
+        assert self.slots is not None and self.slot_of is not None
+        head = torch.arange(heads, device=self.slots.device)
+        slots = self.slots.view(self.chunks, 1, self.chunk)
+        forward = torch.where(slots < 0, -1, slots * heads + head[:, None])
+        slot = self.slot_of[:, None]
+        place = (slot // self.chunk * heads + head) * self.chunk + slot % self.chunk
+        return forward.reshape(-1), torch.where(slot < 0, -1, place).reshape(-1)
+
     def to_rows(self, x: Tensor) -> Tensor:
         """Per-sequence values in the caller's order -> in the order of the chunks' rows."""
         return x if self.order is None else x.index_select(0, self.order)
@@ -169,6 +214,20 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         return _take(grads[0], inverse, 0.0), None, None, None
+
+
+class _ChannelsFirst(torch.autograd.Function):
+    """[chunks, C, d] <-> [d, chunks, C], contiguous in both directions: a strided gradient would make every product
+    of the backward pass copy it matrix by matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: bool) -> Tensor:
+        ctx.first = first
+        return x.permute(*((2, 0, 1) if first else (1, 2, 0))).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].permute(*((1, 2, 0) if ctx.first else (2, 0, 1))).contiguous(), None
 
 
 def _take(x: Tensor, index: Tensor, fill: float) -> Tensor:

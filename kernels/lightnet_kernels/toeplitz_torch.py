@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .carry import carry
+from .carry import Factors, carry, carry_backward
 from .segments import ChunkLayout, chunk_layout
 from .state import ToeplitzState
 
@@ -34,35 +35,117 @@ def forward_scan(
     """
     layout = chunk_layout(x.shape[0], x.shape[1], cu_seqlens, key_mask, x.device, reverse=reverse)
     chunk = layout.chunk
-    packed = layout.pack(x).permute(2, 0, 1).contiguous()  # [d, chunks, C]
-    powers = decay_powers(decay, chunk)  # [d, e, C + 1]
-
-    # Sums to the end of each chunk, as if it were full: right wherever another chunk follows.
-    to_end = powers[:, :, :chunk].flip(2).transpose(1, 2)  # [d, C, e]
-    added = (packed @ to_end).transpose(0, 1)  # [chunks, d, e]
-    per_chunk = powers[:, :, chunk].unsqueeze(0)
-    held, _ = carry(layout.counts, added, layout.to_rows(initial.hidden), keep=per_chunk)
-
-    output = x
-    if need_output:
-        reading = gain.unsqueeze(-1) * powers[:, :, 1:]  # [d, e, C]: the state is one token old at the first
-        taps = torch.einsum("ci,cin->cn", gain, powers[:, :, :chunk])
-        matrix = _toeplitz(taps, centre=not reverse)
-        y = packed @ matrix + held.transpose(0, 1) @ reading
-        output = layout.unpack(y.permute(1, 2, 0))
+    packed = layout.pack_channels(x)  # [d, chunks, C]
+    powers = decay_powers(decay, chunk)  # [d, C + 1, e]
+    y, held = _ToeplitzChunks.apply(
+        packed, powers, gain, layout.to_rows(initial.hidden), layout.counts, reverse, need_output
+    )
+    output = layout.unpack_channels(y) if need_output else x
     state = _final_state(packed, held, powers, layout, initial) if need_state else initial
     return output, state
 
 
+class _ToeplitzChunks(torch.autograd.Function):
+    """packed [d, chunks, C], powers [d, C + 1, e], gain [d, e], initial [rows, d, e] -> y like packed (None where not
+    needed), and the state each chunk receives [d, chunks, e].
+
+    Written by hand for the same reason as `chunk_scan`: element-wise passes and fresh buffers cost more than products.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        packed: Tensor,
+        powers: Tensor,
+        gain: Tensor,
+        initial: Tensor,
+        counts: list[int],
+        reverse: bool,
+        need_output: bool,
+    ) -> tuple[Tensor | None, Tensor]:
+        chunk = packed.shape[2]
+        # Sums to the end of each chunk, as if it were full: right wherever another chunk follows.
+        added = packed @ powers[:, :chunk].flip(1)
+        factors = Factors(keep=powers[:, chunk].unsqueeze(0))
+        held = carry(counts, added.transpose(0, 1), initial, factors)[0].transpose(0, 1)
+        y = None
+        if need_output:
+            weighted = gain.unsqueeze(1) * powers
+            y = packed @ _toeplitz(weighted[:, :chunk].sum(2), centre=not reverse)
+            # The state a chunk receives is one token old at its first token: lambda^1 to lambda^C.
+            y.baddbmm_(held, weighted[:, 1:].transpose(1, 2))
+        ctx.counts, ctx.reverse = counts, reverse
+        ctx.save_for_backward(packed, powers, gain, initial, held)
+        ctx.set_materialize_grads(False)
+        return y, held
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_y, grad_held = grads
+        packed, powers, gain, initial, held = ctx.saved_tensors
+        chunk = packed.shape[2]
+        grad_packed = grad_weighted = None
+        if grad_y is not None:
+            grad_y = grad_y.contiguous()
+            weighted = gain.unsqueeze(1) * powers
+            matrix = _toeplitz(weighted[:, :chunk].sum(2), centre=not ctx.reverse)
+            grad_packed = grad_y @ matrix.transpose(1, 2)
+            reading = grad_y @ weighted[:, 1:]
+            grad_held = reading if grad_held is None else reading.add_(grad_held)
+            grad_taps = _diagonal_sums(packed.transpose(1, 2) @ grad_y, centre=not ctx.reverse)
+            grad_weighted = torch.empty_like(powers)
+            grad_weighted[:, 0] = 0.0
+            torch.bmm(grad_y.transpose(1, 2), held, out=grad_weighted[:, 1:])
+            grad_weighted[:, :chunk] += grad_taps.unsqueeze(2)
+        if grad_held is None:
+            grad_held = torch.zeros_like(held)
+        through = carry_backward(
+            ctx.counts,
+            held.transpose(0, 1),
+            Factors(keep=powers[:, chunk].unsqueeze(0)),
+            grad_held.transpose(0, 1),
+            None,
+            initial,
+            need_keep=True,
+        )
+        grad_added = through.added.transpose(0, 1)
+        from_end = powers[:, :chunk].flip(1)
+        if grad_packed is None:
+            grad_packed = grad_added @ from_end.transpose(1, 2)
+        else:
+            grad_packed.baddbmm_(grad_added, from_end.transpose(1, 2))
+        grad_powers = torch.zeros_like(powers)
+        grad_powers[:, :chunk] = (packed.transpose(1, 2) @ grad_added).flip(1)
+        if through.keep is not None:
+            grad_powers[:, chunk] = through.keep[0]
+        grad_gain = None
+        if grad_weighted is not None:
+            grad_gain = torch.einsum("cni,cni->ci", grad_weighted, powers)
+            grad_powers.addcmul_(grad_weighted, gain.unsqueeze(1))
+        return grad_packed, grad_powers, grad_gain, through.initial.to(initial.dtype), None, None, None
+
+
 def _toeplitz(taps: Tensor, centre: bool) -> Tensor:
     """[d, C] -> [d, C, C] with entry (r, t) = taps[t - r] for r <= t, 0 elsewhere (and at r = t without the centre)."""
-    channels, chunk = taps.shape
-    if not centre:
-        taps = torch.cat([torch.zeros_like(taps[:, :1]), taps[:, 1:]], dim=1)
-    # Rows of 2C - 1 entries, each shifted by one from the last: a view of C zeros followed by the taps. The copy turns
-    # the gradient of the view into sums along diagonals.
+    chunk = taps.shape[1]
     padded = torch.cat([torch.zeros_like(taps), taps], dim=1)
+    if not centre:
+        padded[:, chunk] = 0.0
     return padded.unfold(1, chunk, 1)[:, 1:].flip(1)
+
+
+def _diagonal_sums(matrix: Tensor, centre: bool) -> Tensor:
+    """Adjoint of `_toeplitz`: [d, C, C] -> [d, C], the sums over t - r = n."""
+    channels, chunk, _ = matrix.shape
+    flipped = matrix.flip(1)
+    padded = torch.ops.aten.unfold_backward(
+        torch.cat([torch.zeros_like(flipped[:, :1]), flipped], dim=1), [channels, 2 * chunk], 1, chunk, 1
+    )
+    sums = padded[:, chunk:]
+    if not centre:
+        sums[:, 0] = 0.0
+    return sums
 
 
 def _final_state(
@@ -77,20 +160,20 @@ def _final_state(
     rows = torch.arange(layout.sequences, device=packed.device)
     last = torch.where(alive, starts[(depth - 1).clamp_min(0)] + rows, 0)
     exponent = sizes.unsqueeze(1) - 1 - torch.arange(chunk, device=packed.device)  # [sequences, C]
-    weights = powers[:, :, exponent.clamp_min(0).reshape(-1)].unflatten(2, exponent.shape)  # [d, e, sequences, C]
+    weights = powers[:, exponent.clamp_min(0).reshape(-1)].unflatten(1, exponent.shape)  # [d, sequences, C, e]
     first = layout.to_rows(initial.hidden)
     if layout.chunks:
         x = torch.where(exponent >= 0, packed[:, last], 0.0)  # [d, sequences, C]
-        local = torch.einsum("cisn,csn->sci", weights, x)
-        before = torch.where(alive[:, None, None], held[last], first)
+        local = torch.einsum("csni,csn->sci", weights, x)
+        before = torch.where(alive[:, None, None], held[:, last].transpose(0, 1), first)
     else:
         local, before = torch.zeros_like(first), first
-    hidden = powers[:, :, sizes].permute(2, 0, 1) * before + local
+    hidden = powers[:, sizes].transpose(0, 1) * before + local
     return ToeplitzState(layout.from_rows(hidden), initial.length + layout.lengths)
 
 
 def decay_powers(decay: Tensor, last: int) -> Tensor:
-    """lambda^0 ... lambda^last: [d, e] -> [d, e, last + 1]."""
+    """lambda^0 ... lambda^last: [d, e] -> [d, last + 1, e]."""
     return _Powers.apply(decay, last)
 
 
@@ -100,14 +183,15 @@ class _Powers(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, decay: Tensor, last: int) -> Tensor:
-        exponents = torch.arange(last + 1, device=decay.device, dtype=decay.dtype)
-        powers = torch.exp(decay.log().unsqueeze(-1) * exponents)
-        powers[..., 0] = 1.0  # 0^0
+        exponents = torch.arange(last + 1, device=decay.device, dtype=decay.dtype).unsqueeze(-1)
+        powers = torch.exp(decay.log().unsqueeze(1) * exponents)
+        # Subnormals make the products ten times slower on a CPU and weigh nothing.
+        torch.threshold_(powers, torch.finfo(powers.dtype).tiny * 1e7, 0.0)
+        powers[:, 0] = 1.0  # 0^0
         ctx.save_for_backward(powers, exponents)
         return powers
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         powers, exponents = ctx.saved_tensors
-        # einsum over lags, without the [d, e, C] products
-        return ((grads[0][..., 1:] * powers[..., :-1]) @ exponents[1:], None)
+        return (grads[0][:, 1:] * powers[:, :-1]).mul_(exponents[1:]).sum(1), None

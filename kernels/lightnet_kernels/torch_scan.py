@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .carry import carry
+from .chunk_scan import ScanConstants, scan_chunks
 from .lrpe import double, grid_rotation, rotation
 from .segments import ChunkLayout, chunk_layout
 from .state import ScanState, scale_between, shift_state
@@ -54,52 +54,26 @@ def causal_scan(
 ) -> tuple[Tensor | None, ScanState]:
     """See `scan.additive_scan`; inputs are in the computing dtype."""
     layout = chunk_layout(key.shape[0], key.shape[1], cu_seqlens, key_mask, key.device)
-    mass = _heads_first(layout.pack(key if decay is None else decay, fill=float("-inf")))  # [chunks, H, C, D]
-    gain = None if decay is None else F.silu(_heads_first(layout.pack(key)))
-    v = _heads_first(layout.pack(value))
+    mass = layout.pack_heads(key if decay is None else decay, fill=float("-inf"))  # [chunks, H, C, D]
+    gain = None if decay is None else F.silu(layout.pack_heads(key))
+    v = layout.pack_heads(value)
+    q = layout.pack_heads(query) if need_output else None
     frame = _frame(layout, mass.detach(), layout.to_rows(initial.max.detach()))
-
-    chunk = layout.chunk
-    steps = torch.arange(chunk, device=key.device)
-    tables = None if theta is None else _feature_tables(rotation(theta, steps, mass.dtype))
-    weight = torch.exp(mass - frame.exit.unsqueeze(2))
-    k = double(weight if gain is None else weight * gain, tables)  # [chunks, H, C, D or 2D]
-
-    # What each chunk adds, and what it finds when it begins.
-    added = _split(k.transpose(-1, -2) @ v, theta)
-    state_kv = _split(layout.to_rows(initial.kv), theta)
-    spread = frame.enter.unsqueeze(-1)
-    keep = None if frame.keep is None else frame.keep.unsqueeze(-1)
-    lift = (lambda x: None if x is None else x.unsqueeze(2)) if theta is not None else (lambda x: x)
-    angle = None if theta is None else theta.double() * chunk
-    held_kv, last_kv = carry(layout.counts, added, state_kv, enter=lift(spread), keep=lift(keep), angle=angle)
-    held_sum, last_sum = carry(
-        layout.counts, weight.sum(2), layout.to_rows(initial.sum), enter=frame.enter, keep=frame.keep
-    )
-    held_kv = held_kv.reshape(*k.shape[:2], k.shape[3], v.shape[3])
+    constants = ScanConstants(layout.counts, activation, frame.exit, frame.enter, frame.keep, frame.slow)
+    kv, total = layout.to_rows(initial.kv), layout.to_rows(initial.sum)
+    packed, held_kv, held_sum, last_kv, last_sum = scan_chunks(q, mass, gain, v, theta, kv, total, constants)
 
     output = None
-    if need_output:
-        q = _heads_first(layout.pack(query))
-        phi = F.silu(q) if activation else q
-        # A product with a triangle of ones is cumsum along tokens, but several times faster; so is its gradient.
-        ones = torch.ones(chunk, chunk, dtype=mass.dtype, device=mass.device).tril()
-        den = ones @ weight + held_sum.unsqueeze(2)
+    if packed is not None and q is not None:
         if frame.slow is not None:
-            den = den.masked_fill(frame.slow[..., None, None], 1.0)
-        read = double(phi / den, tables)
-        # tril selects: beyond the diagonal the product may be anything.
-        scores = (read @ k.transpose(-1, -2)).tril()
-        packed = scores @ v + read @ held_kv
-        if frame.slow is not None:
+            phi = F.silu(q) if activation else q
             packed = _redo(packed, phi, mass, gain, v, theta, held_kv, held_sum, frame)
-        output = layout.unpack(packed.transpose(1, 2))
+        output = layout.unpack_heads(packed)
 
     scale = scale_between(frame.last_unit, frame.last_max.double())
-    flat = last_kv.reshape(layout.sequences, k.shape[1], k.shape[3], v.shape[3])
     wide = scale if theta is None else scale.repeat(1, 1, 2)
     final = ScanState(
-        *(layout.from_rows(x) for x in (frame.last_max, last_sum * scale, flat * wide.unsqueeze(-1))),
+        *(layout.from_rows(x) for x in (frame.last_max, last_sum * scale, last_kv * wide.unsqueeze(-1))),
         initial.length + layout.lengths,
     )
     return output, shift_state(final, layout.tokens_in_last_chunk(), theta)
@@ -120,8 +94,8 @@ def bidirectional_scan(
 ) -> tuple[Tensor, ScanState]:
     """See `scan.additive_scan`; `combine` takes the state of the local tokens to that of all tokens."""
     layout = chunk_layout(key.shape[0], key.shape[1], cu_seqlens, key_mask, key.device, chunk=None)
-    q, v = _heads_first(layout.pack(query)), _heads_first(layout.pack(value))
-    mass = _heads_first(layout.pack(key if decay is None else decay, fill=float("-inf")))
+    q, v = layout.pack_heads(query), layout.pack_heads(value)
+    mass = layout.pack_heads(key if decay is None else decay, fill=float("-inf"))
     tables = _coordinate_tables(layout, theta, coordinates, mass.dtype)
 
     # The maximum over a whole sequence is known before any exponential: a plain softmax over tokens.
@@ -131,7 +105,7 @@ def bidirectional_scan(
         peak[:count] = torch.maximum(peak[:count], mass.detach()[start : start + count].amax(2))
         start += count
     weight = torch.exp(mass - layout.spread(peak).unsqueeze(2))
-    features = weight if decay is None else weight * F.silu(_heads_first(layout.pack(key)))
+    features = weight if decay is None else weight * F.silu(layout.pack_heads(key))
     kv = layout.collect(double(features, tables).transpose(-1, -2) @ v)
     local = ScanState(
         *(layout.from_rows(x) for x in (peak, layout.collect(weight.sum(2)), kv)),
@@ -143,7 +117,7 @@ def bidirectional_scan(
     whole_kv = layout.spread(layout.to_rows(whole.kv.to(v.dtype)))
     phi = F.silu(q) if activation else q
     packed = double(phi / mass_sum, tables) @ whole_kv
-    output = layout.unpack(packed.transpose(1, 2))
+    output = layout.unpack_heads(packed)
     return output, whole if coordinates is not None else shift_state(whole, layout.lengths, theta)
 
 
@@ -266,13 +240,3 @@ def _feature_tables(tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 def _feature_tables_many(table: Tensor) -> Tensor:
     return table.transpose(1, 2).contiguous()
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """[chunks, C, H, D] -> [chunks, H, C, D], contiguous so that the products need no copies."""
-    return x.transpose(1, 2).contiguous()
-
-
-def _split(kv: Tensor, theta: Tensor | None) -> Tensor:
-    """[..., H, 2D, Dv] -> [..., H, 2, D, Dv] with LRPE."""
-    return kv if theta is None else kv.unflatten(-2, (2, kv.shape[-2] // 2))
