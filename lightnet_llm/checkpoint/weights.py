@@ -25,7 +25,7 @@ FOLDER = "weights"
 def _gathered(parameter: nn.Parameter, zero_stage: int) -> AbstractContextManager[Any]:
     if zero_stage < 3:
         return nullcontext()
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     return GatheredParameters([parameter])
 

@@ -1,0 +1,50 @@
+"""``lightnet VERB``: each verb in a module of its own, imported when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from ..errors import UserError
+
+VERBS = {
+    "prep": "Turn text into token shards, with a tokenizer, a manifest and a held-out split.",
+    "train": "Train a model from a configuration or preset, in parallel, resumably.",
+    "eval": "Measure a checkpoint on held-out text: nats, bits per byte, perplexity.",
+    "generate": "Continue a prompt from a checkpoint.",
+    "report": "Draw a run's losses, rates and throughput into one HTML page.",
+    "doctor": "Check versions, devices, kernels and what each extra lacks.",
+}
+
+
+class _Verbs(click.Group):
+    """Imports a verb only when it runs, so that ``lightnet --help`` is quick; user errors become one line."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        return getattr(importlib.import_module(f"{__name__}.{cmd_name}"), "eval_" if cmd_name == "eval" else cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(VERBS.items()))
+
+    def invoke(self, ctx: click.Context) -> object:
+        from lightnet_data.errors import DataError
+
+        try:
+            return super().invoke(ctx)
+        except (UserError, DataError) as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(1)
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="lightnet-llm")
+def main() -> None:
+    """Pretraining of LightNet, linear attention with additive decay."""

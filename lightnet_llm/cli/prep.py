@@ -44,7 +44,7 @@ def prep(
 
     INPUT is a file, a folder or a quoted pattern. A .jsonl file has one document in the field "text" of each line; any
     other file named is one document of UTF-8 text; .gz and .zst behind either are undone. A folder is searched for
-    .jsonl, .txt, .md, .rst, source code and the like. Without --tokenizer a lossless SentencePiece tokenizer is trained.
+    .jsonl, .txt, .md, .rst, source code and the like. Without --tokenizer a lossless SentencePiece one is trained.
     """
     # No gradient is compiled here, and importing torch._dynamo takes a third of the time until the first document.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -128,8 +128,10 @@ def _print(summary: dict[str, Any]) -> None:
     for kind, entry in summary["skipped"].items():
         click.echo(f"  skipped, {kind}: {entry['count']:,} (first: {entry['first']})")
     if summary["ignored_files"]:
-        ignored = ", ".join(f"{count:,} {reason}" for reason, count in summary["ignored_files"].items())
-        click.echo(f"  not read: {ignored}")
+        common = sorted(summary["ignored_files"].items(), key=lambda item: -item[1])
+        ignored = ", ".join(f"{count:,} {reason}" for reason, count in common[:8])
+        others = sum(count for _, count in common[8:])
+        click.echo(f"  not read: {ignored}" + (f", {others:,} of {len(common) - 8} other kinds" if others else ""))
     marks, trip = summary["space_symbols"], summary["round_trip"]
     if marks["count"] and tokenizer["kind"] == "sentencepiece":
         click.echo(f"  U+2581, which decodes to a space: {marks['count']:,} in {marks['documents']:,} documents")

@@ -1,0 +1,108 @@
+"""Ranks for tests: one import, then forks."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Ranks:
+    """Runs the training main on forked ranks."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.parallel.zygote"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        assert json.loads(self.process.stdout.readline())["ready"]
+
+    def run(self, world: int, arguments: list[str], log: Path, plant: str | None = None) -> list[int]:
+        """Exit codes of ``world`` ranks."""
+        request = {"world": world, "arguments": arguments, "log": str(log), "plant": plant}
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())["codes"]
+
+    def train(
+        self, world: int, config: Path, overrides: list[str], tmp: Path, name: str, plant: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Train and return the lines of metrics.jsonl; every rank must exit 0."""
+        arguments = ["--config", str(config), f"train.output={tmp}", f"train.name={name}", *overrides]
+        codes = self.run(world, arguments, tmp / f"{name}.log", plant)
+        text = "".join(path.read_text()[-3000:] for path in sorted(tmp.glob(f"{name}.log.rank*")))
+        assert codes == [0] * world, f"exit codes {codes}\n{text}"
+        return read_metrics(tmp / name)
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Lines of a run's metrics file."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_of(rows: list[dict[str, Any]], *fields: str) -> dict[int, tuple[Any, ...]]:
+    """The named fields of every training step."""
+    return {row["step"]: tuple(row[field] for field in fields) for row in rows if "loss" in row}
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    server = Ranks()
+    yield server
+    assert server.process.stdin is not None
+    server.process.stdin.close()
+    server.process.wait(timeout=20)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A configuration and data on which the loss falls quickly: words of a small grammar."""
+    from lightnet_data import manifest
+    from lightnet_data.storage import indexed_dataset
+
+    folder = tmp_path_factory.mktemp("tiny")
+    random = np.random.default_rng(0)
+    words = [random.integers(1, 12, size=int(n)) for n in random.integers(2, 6, size=12)]
+    data = folder / "data"
+    data.mkdir()
+    module = indexed_dataset()
+    facts: dict[str, Any] = {"format": manifest.FORMAT, "format_version": manifest.FORMAT_VERSION}
+    facts["tokenizer"] = {"vocab_size": 251, "eod_id": 0}
+    facts["splits"] = {}
+    for split, documents in (("train", 400), ("validation", 40)):
+        builder = module.IndexedDatasetBuilder(str(data / f"{split}.bin"), dtype=np.uint16)
+        total = 0
+        for _ in range(documents):
+            text = np.concatenate([words[i] for i in random.integers(0, 12, size=int(random.integers(1, 20)))])
+            tokens = np.append(text, 0)
+            builder.add_document(tokens.astype(np.uint16), [len(tokens)])
+            total += len(tokens)
+        builder.finalize(str(data / f"{split}.idx"))
+        facts["splits"][split] = {"documents": documents, "tokens": total, "bytes": 3 * total}
+    manifest.save(data, facts)
+    config = folder / "tiny.yaml"
+    config.write_text(
+        f"""
+model: {{layers: 4, width: 64, heads: 4, glu_width: 90, vocab_size: 251, gate_rank: 8, tpe_rank: 8, tpe_init_length: 64, norm_eps: 1.0e-3}}
+data: {{path: {data}, sequence_length: 64}}
+train: {{steps: 20, global_batch: 8, micro_batch: 2, precision: fp32, seed: 7}}
+optimizer: {{learning_rate: 1.0e-3, eps: 1.0e-6, clip: 0.5}}
+schedule: {{kind: cosine, warmup_steps: 3}}
+parallel: {{zero_stage: 1}}
+validation: {{interval: 10, samples: 5}}
+checkpoint: {{interval: 0}}
+logging: {{interval: 1}}
+"""
+    )
+    return config
