@@ -70,14 +70,27 @@ class CausalLM(nn.Module):
         Returns:
             logits [B, N, V / TP], activations' dtype, and the state after the last token when asked for.
         """
+        hidden, after = self.hidden(input_ids, context, state, return_state)
+        return CausalLMOutput(self.logits(hidden).view(*input_ids.shape, -1), after)
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        context: ForwardContext | None = None,
+        state: ModelState | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, ModelState | None]:
+        """What ``logits`` is given: activations before the final norm, as ``embed`` shapes them, and the state.
+
+        For readers that want the logits of a few tokens, or of a slice at a time.
+        """
         context = context or ForwardContext()
         hidden, tpe_state = self.embed(input_ids, context, state, return_state)
         states = []
         for index, block in enumerate(self.layers):
             hidden, after = block(hidden, context, state.layers[index] if state else None, return_state)
             states.append(after)
-        logits = self.logits(hidden).view(*input_ids.shape, -1)
-        return CausalLMOutput(logits, ModelState(tpe_state, tuple(states)) if return_state else None)
+        return hidden, ModelState(tpe_state, tuple(states)) if return_state else None
 
     def loss(self, input_ids: Tensor, labels: Tensor, context: ForwardContext | None = None) -> Tensor:
         """Negative log likelihood in nats of every label, fp32 [B, N]."""
