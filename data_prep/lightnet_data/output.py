@@ -113,7 +113,7 @@ class ShardWriter:
         self.tokens = 0
 
     def add(self, tokens: NDArray[np.int64], byte_length: int, place: str) -> None:
-        """Append a document of tokens int64 [n], its end-of-document token last, whose text had ``byte_length`` bytes."""
+        """Append a document: tokens int64 [n], the last its end-of-document token, of ``byte_length`` bytes of text."""
         if len(tokens) > _LONGEST_DOCUMENT:
             raise DataError(
                 f"{place}: {len(tokens)} tokens, a document holds at most {_LONGEST_DOCUMENT}; split the file"

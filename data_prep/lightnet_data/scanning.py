@@ -112,12 +112,14 @@ def scan(
     result = Scan(seed)
     for message in sources.unreadable:
         problems.meet(reading.Problem("unreadable", message))
-    given: set[int] = set()
+    given: set[int] = set()  # INPUTs that gave a document, or an error that was counted
     for source in sources.files:
         meter, documents = _Meter(progress), 0
         for item in reading.read(source, text_field, meter):
             if isinstance(item, reading.Problem):
                 problems.meet(item)
+                if item.kind != reading.EMPTY:
+                    given.add(source.argument)
                 continue
             data = item.text.encode()
             key = text_hash(data, seed)
@@ -142,10 +144,9 @@ def scan(
                 "documents": documents,
             }
         )
+    # An INPUT whose files were all reached by an earlier one has none of its own, and is no problem.
     for argument, name in enumerate(inputs):
-        if argument not in given and not any(file.argument == argument for file in sources.files):
-            continue  # all its files were reached by an earlier INPUT
-        if argument not in given:
+        if argument not in given and any(source.argument == argument for source in sources.files):
             problems.meet(reading.Problem("no document", f"{shown(name)}: no document in it, there is no text"))
     if not result.documents:
         raise DataError(f"{', '.join(map(shown, inputs))}: no document to read; every file is empty or was skipped")

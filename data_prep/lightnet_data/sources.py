@@ -18,7 +18,7 @@ CODE = (
 )
 # What a folder is searched for, plain or compressed. Other suffixes are read when the file itself is named.
 FOLDER_SUFFIXES = frozenset([JSON_LINES, *PROSE.split(), *CODE.split()])
-SKIPPED_FOLDERS = ("__pycache__",)
+SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages")  # what Python keeps beside its own library
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,9 @@ def find(inputs: Iterable[str | Path]) -> Sources:
 
     A file is read whatever its suffix: ``.jsonl`` holds JSON lines, anything else is one text, and ``.gz`` or ``.zst``
     behind either is undone. A folder is searched at any depth, in sorted order, for ``FOLDER_SUFFIXES``; hidden
-    entries, ``__pycache__`` and linked folders are passed over and counted. A pattern (``*``, ``?``, ``[``) stands for
-    its sorted matches as if each had been named, ``**`` for any depth. A file reached twice is read once, and counted.
+    entries, ``SKIPPED_FOLDERS`` and linked folders are passed over and counted. A pattern (``*``, ``?``, ``[``) stands
+    for its sorted matches as if each had been named, ``**`` for any depth. A file reached twice is read once, and
+    counted.
 
     Raises:
         DataError: an INPUT does not exist or matches nothing, or a folder has nothing to read in it.
@@ -151,4 +152,4 @@ def _file_reason(name: str) -> str | None:
     suffix = Path(path.stem).suffix if path.suffix.lower() in COMPRESSIONS else path.suffix
     if suffix in FOLDER_SUFFIXES or suffix.lower() in FOLDER_SUFFIXES:
         return None
-    return path.suffix or "no suffix"
+    return suffix + path.suffix if suffix != path.suffix else path.suffix or "no suffix"

@@ -251,20 +251,19 @@ class _HuggingFace:
         return text
 
     def token(self, token: int) -> str:
-        spelling: str = self._tokenizer.id_to_token(token)
-        return spelling
+        return self._tokenizer.id_to_token(token) or ""  # None: a hole in the vocabulary
 
     def piece_bytes(self, token: int) -> bytes:
         if token in self._special:
             return b""
         if token in self._added:
             return self._added[token]
-        piece: str | None = self._tokenizer.id_to_token(token)  # None: a hole in the vocabulary
-        if self._alphabet is not None and piece:
+        piece = self.token(token)
+        if self._alphabet is not None:
             return bytes(self._alphabet[character] for character in piece)
-        if piece and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
-        if piece and SPACE_SYMBOL in piece:
+        if SPACE_SYMBOL in piece:
             return piece.replace(SPACE_SYMBOL, " ").encode()
         return self.decode([token]).encode()
 

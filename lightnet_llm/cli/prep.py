@@ -46,8 +46,9 @@ def prep(
     other file named is one document of UTF-8 text; .gz and .zst behind either are undone. A folder is searched for
     .jsonl, .txt, .md, .rst, source code and the like. Without --tokenizer a lossless SentencePiece one is trained.
     """
-    # No gradient is compiled here, and importing torch._dynamo takes a third of the time until the first document.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if "torch" not in sys.modules:
+        # Nothing is compiled here, and importing torch._dynamo is a third of megatron-core's import.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     from lightnet_data.errors import DataError
     from lightnet_data.prepare import Options, prepare
 

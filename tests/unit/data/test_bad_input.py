@@ -1,0 +1,234 @@
+"""What bad input gets: one line that names file and line or field, a failing exit, and nothing that looks finished."""
+
+import gzip
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+from click.testing import Result
+
+Run = Callable[..., Result]
+
+GOOD = b'{"text": "a good line"}\n'
+TEXT = b"some plain text\n" * 400
+NOISE = json.dumps({"text": os.urandom(3000).hex()}).encode()  # hardly compresses, so a cut is inside the data
+
+
+def zst(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(data)
+
+
+# file name, contents, kind, pieces of the message
+BAD_FILES = [
+    ("empty.txt", b"", "no document", ["no document in it"]),
+    ("blank.txt", b" \n\t\n", "no document", ["no document in it"]),
+    ("empty.jsonl", b"", "no document", ["no document in it"]),
+    ("blank.jsonl", b"\n\n", "no document", ["no document in it"]),
+    ("nothing.jsonl", b'{"text": ""}\n{"text": " "}\n', "no document", ["no document in it"]),
+    ("nul.txt", b"abc\0def", "binary", ["zero byte at byte 3"]),
+    ("image.png", b"\x89PNG\r\n\x1a\n\0\0\0", "binary", ["binary"]),
+    ("latin.txt", "café".encode("latin-1"), "invalid UTF-8", ["not UTF-8", "byte 3", "0xe9"]),
+    ("cut.txt", "né".encode()[:-1], "invalid UTF-8", ["not UTF-8", "byte 1"]),
+    ("utf16.txt", "text".encode("utf-16-le"), "binary", ["zero byte at byte 1"]),
+    ("surrogate.txt", b"\xed\xa0\x80", "invalid UTF-8", ["not UTF-8"]),
+    ("latin.jsonl", GOOD + '{"text": "é"}'.encode("latin-1"), "invalid UTF-8", ["line 2", "not UTF-8"]),
+    ("null.jsonl", GOOD + b'{"text": null}\n', "not a string", ["line 2", "'text' is null"]),
+    ("number.jsonl", GOOD * 2 + b'{"text": 3.5}\n', "not a string", ["line 3", "'text' is a number"]),
+    ("bool.jsonl", b'{"text": true}\n', "not a string", ["line 1", "'text' is true or false"]),
+    ("list.jsonl", b'{"text": ["a"]}\n', "not a string", ["line 1", "'text' is a list"]),
+    ("missing.jsonl", b'{"body": "a", "id": 1}\n', "missing field", ["line 1", "'text'", "'body', 'id'", "--field"]),
+    ("bare.jsonl", b'"text"\n', "not an object", ["line 1", "a string, not an object"]),
+    ("array.jsonl", b"[1]\n", "not an object", ["line 1", "a list, not an object"]),
+    ("broken.jsonl", GOOD + b'{"text": "a}\n' + GOOD, "broken JSON", ["line 2", "broken JSON"]),
+    ("plain.jsonl", b"plain text\n", "broken JSON", ["line 1", "broken JSON"]),
+    ("two.jsonl", b'{"text": "a"} {"text": "b"}\n', "broken JSON", ["line 1", "second value", "column 15"]),
+    ("lastcut.jsonl", GOOD + b'{"text": "a lin', "broken JSON", ["line 2", "is the file cut?"]),
+    ("control.jsonl", b'{"text": "a\tb"}\n', "broken JSON", ["line 1", "broken JSON"]),
+    ("pretty.jsonl", b'{\n  "text": "a"\n}\n', "broken JSON", ["line 1", "broken JSON"]),
+    ("deep.jsonl", b"[" * 200_000 + b"\n", "broken JSON", ["line 1"]),
+    ("digits.jsonl", b'{"text": ' + b"9" * 6000 + b"}\n", "broken JSON", ["line 1"]),
+    ("lone.jsonl", b'{"text": "a\\ud800b"}\n', "invalid text", ["line 1", "'text'", "\\ud800"]),
+    ("cut.jsonl.gz", gzip.compress(GOOD + NOISE)[:-900], "cut", ["gzip", "cut"]),
+    ("cut.jsonl.zst", zst(GOOD + NOISE)[:-900], "cut", ["zstd", "cut"]),
+    ("cut.txt.zst", zst(NOISE)[:-1], "cut", ["zstd", "cut"]),
+    ("nodata.jsonl.gz", b"", "cut", ["empty", "gzip"]),
+    ("header.jsonl.gz", gzip.compress(GOOD)[:5], "cut", ["cut"]),
+    ("flipped.jsonl.gz", gzip.compress(GOOD)[:-8] + bytes(8), "corrupt", ["damaged gzip"]),
+    ("flipped.jsonl.zst", zst(GOOD * 9)[:8] + b"\xff" * 12, "corrupt", ["damaged zstd"]),
+    ("tail.jsonl.gz", gzip.compress(GOOD) + b"tail", "corrupt", ["damaged gzip"]),
+    ("plain.jsonl.gz", GOOD, "mislabelled", ["ends in .gz but is not gzip"]),
+    ("plain.txt.zst", TEXT, "mislabelled", ["ends in .zst but is not zstd"]),
+    ("gzip.jsonl.zst", gzip.compress(GOOD), "mislabelled", ["gzip data", "end in .gz"]),
+    ("gzip.jsonl", gzip.compress(GOOD), "mislabelled", ["gzip data", "end in .gz"]),
+    ("zstd.txt", zst(TEXT), "mislabelled", ["zstd data", "end in .zst"]),
+]
+IDS = [f"{name}" for name, *_ in BAD_FILES]
+
+
+def assert_refused(result: Result, output: Path, *pieces: str) -> None:
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    line = result.stderr
+    assert line.startswith("error: ") and line.count("\n") == 1 and line.endswith("\n")
+    for piece in pieces:
+        assert piece in line
+    assert not output.exists()
+    assert not list(output.parent.glob("*.partial"))
+
+
+@pytest.mark.parametrize(("name", "data", "kind", "pieces"), BAD_FILES, ids=IDS)
+def test_bad_file_is_refused(
+    tmp_path: Path, run_prep: Run, tokenizer_file: Path, name: str, data: bytes, kind: str, pieces: list[str]
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    output = tmp_path / "out"
+    for more in ([], ["--tokenizer", tokenizer_file], ["--json"]):
+        result = run_prep(tmp_path / name, "--output", output, *more)
+        assert_refused(result, output, str(tmp_path / name), *pieces)
+
+
+@pytest.mark.parametrize(("name", "data", "kind", "pieces"), BAD_FILES, ids=IDS)
+def test_skip_bad_counts_and_reports(
+    tmp_path: Path, run_prep: Run, tokenizer_file: Path, name: str, data: bytes, kind: str, pieces: list[str]
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    (tmp_path / "good.txt").write_bytes(TEXT)
+    output = tmp_path / "out"
+    arguments = [
+        tmp_path / "good.txt",
+        tmp_path / name,
+        "--output",
+        output,
+        "--tokenizer",
+        tokenizer_file,
+        "--skip-bad",
+    ]
+    result = run_prep(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    skipped = json.loads(result.stdout)["skipped"]
+    entry = skipped[kind]
+    if name != "pretty.jsonl":  # three broken lines
+        assert entry["count"] == 1
+    assert str(tmp_path / name) in entry["first"]
+    assert all(piece in entry["first"] for piece in pieces)
+    assert (output / "manifest.json").is_file()
+    assert f"skipped, {kind}: {entry['count']}" in run_prep(*arguments, "--overwrite").stdout
+
+
+def test_skip_bad_keeps_the_good_lines(tmp_path: Path, run_prep: Run, tokenizer_file: Path) -> None:
+    lines = [GOOD, b'{"text": null}\n', b'{"text": 1}\n', b"\n", b'{"text": "another"}\n', b'{"text": "cut']
+    (tmp_path / "mixed.jsonl").write_bytes(b"".join(lines))
+    arguments = [tmp_path / "mixed.jsonl", "--output", tmp_path / "out", "--tokenizer", tokenizer_file, "--skip-bad"]
+    manifest = json.loads(run_prep(*arguments, "--json").stdout)
+    assert manifest["documents"] == 2 and manifest["bytes"] == len("a good line") + len("another")
+    counts = {kind: entry["count"] for kind, entry in manifest["skipped"].items()}
+    assert counts == {"not a string": 2, "empty": 1, "broken JSON": 1}
+    assert "line 2" in manifest["skipped"]["not a string"]["first"]
+
+
+def test_skip_bad_keeps_what_comes_before_a_cut(tmp_path: Path, run_prep: Run, tokenizer_file: Path) -> None:
+    lines = b"".join(json.dumps({"text": os.urandom(40).hex()}).encode() + b"\n" for _ in range(2000))
+    (tmp_path / "cut.jsonl.zst").write_bytes(zst(lines)[:-20000])
+    arguments = [tmp_path / "cut.jsonl.zst", "--output", tmp_path / "out", "--tokenizer", tokenizer_file, "--skip-bad"]
+    manifest = json.loads(run_prep(*arguments, "--json").stdout)
+    assert 0 < manifest["documents"] < 2000 and manifest["skipped"]["cut"]["count"] == 1
+    assert set(manifest["skipped"]) == {"cut"}
+
+
+def test_all_bad_is_an_error_even_when_skipped(tmp_path: Path, run_prep: Run, tokenizer_file: Path) -> None:
+    (tmp_path / "bad.jsonl").write_bytes(b'{"text": 1}\n' * 3)
+    arguments = [tmp_path / "bad.jsonl", "--output", tmp_path / "out", "--tokenizer", tokenizer_file, "--skip-bad"]
+    assert_refused(run_prep(*arguments), tmp_path / "out", "bad.jsonl", "no document")
+
+
+@pytest.mark.parametrize(
+    ("argument", "pieces"),
+    [
+        ("missing.txt", ["missing.txt", "no such file or folder"]),
+        ("*.jsonl", ["*.jsonl", "matches no file"]),
+        ("**/*.none", ["matches no file"]),
+        ("pictures", ["pictures", "no text file", "2 .png", "1 hidden", "1 __pycache__"]),
+        ("hollow", ["hollow", "no text file"]),
+        ("blanks", ["blanks", "no document in it"]),
+        ("loop", ["loop"]),
+        ("pipe", ["pipe", "not a regular file"]),
+        ("dangling.txt", ["dangling.txt"]),
+        ("two\nlines", ["no such file"]),
+        ("", ["empty string"]),
+    ],
+)
+def test_bad_argument_is_refused(
+    tmp_path: Path, run_prep: Run, tokenizer_file: Path, argument: str, pieces: list[str]
+) -> None:
+    (tmp_path / "pictures" / "__pycache__").mkdir(parents=True)
+    for name in ("a.png", "b.png", ".hidden.txt", "__pycache__/x.txt"):
+        (tmp_path / "pictures" / name).write_bytes(b"x")
+    (tmp_path / "hollow").mkdir()
+    (tmp_path / "blanks").mkdir()
+    (tmp_path / "blanks" / "a.txt").write_text("\n")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling.txt").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "good.txt").write_bytes(TEXT)
+    output = tmp_path / "out"
+    given = str(tmp_path / argument) if argument else ""
+    result = run_prep(tmp_path / "good.txt", given, "--output", output, "--tokenizer", tokenizer_file)
+    assert_refused(result, output, *pieces)
+
+
+def test_no_input_is_refused(tmp_path: Path, run_prep: Run) -> None:
+    assert_refused(run_prep("--output", tmp_path / "out"), tmp_path / "out", "no INPUT given")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_file_and_folder(tmp_path: Path, run_prep: Run, tokenizer_file: Path) -> None:
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "in" / "good.txt").write_bytes(TEXT)
+    for path in (tmp_path / "in" / "closed.txt", tmp_path / "in" / "sub"):
+        path.touch()
+        path.chmod(0)
+        result = run_prep(tmp_path / "in", "--output", tmp_path / "out", "--tokenizer", tokenizer_file)
+        assert_refused(result, tmp_path / "out", str(path), "Permission denied")
+        path.chmod(stat.S_IRWXU)
+
+
+def test_unreadable_file_is_reported(
+    tmp_path: Path, run_prep: Run, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above for root, whom permissions do not stop."""
+    (tmp_path / "closed.txt").write_bytes(TEXT)
+    original = Path.open
+
+    def opened(path: Path, *arguments: object, **options: object) -> object:
+        if path.name == "closed.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, *arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", opened)
+    result = run_prep(tmp_path / "closed.txt", "--output", tmp_path / "out", "--tokenizer", tokenizer_file)
+    assert_refused(result, tmp_path / "out", "closed.txt", "Permission denied")
+
+
+@pytest.mark.parametrize(
+    ("options", "pieces"),
+    [
+        (["--workers", "0"], ["--workers 0"]),
+        (["--holdout", "1"], ["--holdout 1.0"]),
+        (["--holdout", "-0.1"], ["--holdout -0.1"]),
+        (["--holdout", "nan"], ["--holdout nan"]),
+        (["--vocab-size", "100"], ["vocabulary size 100"]),
+        (["--vocab-size", "90000"], ["vocabulary size 90000", "largest that works"]),
+        (["--tokenizer", "x", "--vocab-size", "512"], ["--tokenizer and --vocab-size"]),
+        (["--tokenizer", "no/such"], ["no/such", "cannot read"]),
+        (["--eod-token", "</s>"], ["--eod-token goes with --tokenizer"]),
+        (["--field", "body"], ["line 1", "'body'", "(fields: 'text')"]),
+    ],
+)
+def test_bad_option_is_refused(
+    tmp_path: Path, corpus: Path, run_prep: Run, options: list[str], pieces: list[str]
+) -> None:
+    assert_refused(run_prep(corpus, "--output", tmp_path / "out", *options), tmp_path / "out", *pieces)
