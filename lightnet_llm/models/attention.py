@@ -64,5 +64,5 @@ class LightNetAttention(nn.Module):
             exchange=context.exchange,
         )
         out, after = result if return_state else (result, None)
-        out = self.norm(out).view(*x.shape[:2], -1) * torch.sigmoid(gate)
+        out = self.norm(out).flatten(-2) * torch.sigmoid(gate)  # the scan's output may have any strides
         return self.output(out), after
