@@ -55,7 +55,19 @@ def deepspeed_config(config: RunConfig, data_parallel: int) -> dict[str, Any]:
             "allgather_bucket_size": 50_000_000,
         },
     }
-    if config.train.precision == "bf16":
+    if config.train.precision == "bf16" and effective_zero_stage(config) == 3:
+        # Stage 3 keeps all parameters in one buffer of one dtype, but theta and TPE must stay fp32: there the
+        # parameters are fp32 and autocast computes (and gathers, for the modules named) in bf16.
+        derived["torch_autocast"] = {
+            "enabled": True,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [
+                "torch.nn.Linear",
+                "lightnet_llm.parallel.megatron.ColumnLinear",
+                "lightnet_llm.parallel.megatron.RowLinear",
+            ],
+        }
+    elif config.train.precision == "bf16":
         derived["bf16"] = {"enabled": True}
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merge(derived, config.deepspeed)

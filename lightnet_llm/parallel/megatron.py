@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import ModelParallelConfig
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -12,6 +14,7 @@ from megatron.core.tensor_parallel import (
     VocabParallelEmbedding,
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
     vocab_parallel_cross_entropy,
 )
 from torch import Tensor, nn
@@ -19,17 +22,21 @@ from torch import Tensor, nn
 from ..models.layers import PlainLayers
 
 
-class _Column(ColumnParallelLinear):
+class ColumnLinear(ColumnParallelLinear):
     """Returns the product alone; its input's gradient is summed once, by ``enter``."""
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.is_autocast_enabled(input_.device.type):  # megatron-core's own backward knows autocast on CUDA alone
+            return F.linear(input_, self.weight)
         return super().forward(input_, *args, **kwargs)[0]
 
 
-class _Row(RowParallelLinear):
+class RowLinear(RowParallelLinear):
     """Returns the sum alone."""
 
     def forward(self, input_: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(input_.device.type):
+            return reduce_from_tensor_model_parallel_region(F.linear(input_, self.weight), group=self.tp_group)
         return super().forward(input_.contiguous())[0]
 
 
@@ -54,7 +61,7 @@ class MegatronLayers(PlainLayers):
         return gather_from_tensor_model_parallel_region(logits.contiguous(), group=self.group)[..., :vocab_size]
 
     def _column(self, in_features: int, out_features: int) -> nn.Module:
-        return _Column(
+        return ColumnLinear(
             in_features,
             out_features,
             config=self.megatron,
@@ -65,7 +72,7 @@ class MegatronLayers(PlainLayers):
         )
 
     def _row(self, in_features: int, out_features: int) -> nn.Module:
-        return _Row(
+        return RowLinear(
             in_features,
             out_features,
             config=self.megatron,

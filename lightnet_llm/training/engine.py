@@ -15,6 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import clip_grad_norm_
 from torch import Tensor, nn
 
 from ..checkpoint.weights import load_into, load_weights
@@ -89,6 +90,8 @@ class Engine:
                 mpu=self._mpu(),
                 dist_init_required=False,
             )
+        if self.zero_stage == 0:
+            self.engine.clip_fp32_gradients = self._clip_and_keep_norm
         self._step_alone = self.engine._take_model_step
         self.engine._take_model_step = self._measure_then_step
         self.base_rates = [config.optimizer.learning_rate] * len(self.param_groups)
@@ -113,6 +116,12 @@ class Engine:
     def zero_stage(self) -> int:
         """The stage DeepSpeed runs."""
         return effective_zero_stage(self.config)
+
+    def _clip_and_keep_norm(self) -> None:
+        """Without ZeRO, DeepSpeed clips by its own function and forgets the norm."""
+        self.engine._global_grad_norm = clip_grad_norm_(
+            parameters=self.module.parameters(), max_norm=self.engine.gradient_clipping(), mpu=self.engine.mpu
+        )
 
     def _measure_then_step(self, *args: Any, **kwargs: Any) -> None:
         """Runs where gradients are reduced and not yet used, in both engines."""
