@@ -1,0 +1,147 @@
+"""A run that is stopped and resumed equals the run that was not, exactly (law 2); checkpoints are whole or absent (law 4)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .conftest import Ranks, read_metrics, steps_of
+
+FIELDS = ("loss", "grad_norm", "learning_rate", "samples", "tokens")
+CASES = {
+    "plain": (1, ["parallel.zero_stage=0"]),
+    "zero1_dp2": (2, []),
+    "zero2_dp2": (2, ["parallel.zero_stage=2"]),
+    "zero3_dp2": (2, ["parallel.zero_stage=3"]),
+    "tp2": (2, ["parallel.tensor=2"]),
+    "pp2": (2, ["parallel.pipeline=2"]),
+    "bf16": (1, ["train.precision=bf16"]),
+    "bf16_zero3": (2, ["train.precision=bf16", "parallel.zero_stage=3"]),
+    "bf16_pp2": (2, ["train.precision=bf16", "parallel.pipeline=2"]),
+    "ramp": (1, ["train.batch_ramp=[{until_step: 3, batch: 2},{until_step: 9, batch: 4}]"]),
+}
+DROPOUT = ["model.dropout=0.2"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resumed_equals_unstopped(name: str, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    """Stopped inside warm-up (step 2) and again at step 9, in fresh processes."""
+    world, overrides = CASES[name]
+    overrides = [*overrides, *DROPOUT, "train.resume=auto"]
+    whole = steps_of(ranks.train(world, tiny, overrides, tmp_path, "whole"), *FIELDS)
+    for stop in (2, 9, 20):
+        rows = ranks.train(world, tiny, [*overrides, f"train.stop_at_step={stop}"], tmp_path, "pieces")
+    pieces = steps_of(rows, *FIELDS)
+    assert list(pieces) == list(range(1, 21))
+    assert pieces == whole
+
+
+def test_resume_across_the_end_of_an_epoch(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    """The tiny set has some 180 windows; batches of 64 pass the end of an epoch at step 3."""
+    overrides = ["train.global_batch=64", "train.micro_batch=16", "train.steps=6", "train.resume=auto"]
+    whole = steps_of(ranks.train(1, tiny, overrides, tmp_path, "whole"), *FIELDS)
+    from lightnet_data.dataset import PackedTokens
+
+    epoch = PackedTokens(tiny.parent / "data" / "train", 64, 7).samples_per_epoch
+    assert 64 < epoch < 6 * 64
+    edge = epoch // 64  # the step within which the epoch ends
+    for stop in (edge, edge + 1, 6):
+        rows = ranks.train(1, tiny, [*overrides, f"train.stop_at_step={stop}"], tmp_path, "pieces")
+    assert steps_of(rows, *FIELDS) == whole
+
+
+def _damage_last_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no_manifest", "half_written"])
+def test_damaged_checkpoint_is_passed_over(damage: str, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    overrides = ["train.steps=6", "train.resume=auto", "checkpoint.interval=2"]
+    whole = steps_of(ranks.train(1, tiny, overrides, tmp_path, "whole"), *FIELDS)
+    ranks.train(1, tiny, [*overrides, "train.stop_at_step=4"], tmp_path, "run")
+    newest = tmp_path / "run" / "checkpoints" / "step_00000004"
+    victim = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    if damage == "truncated":
+        victim.write_bytes(victim.read_bytes()[:-100])
+    elif damage == "flipped":
+        _damage_last_byte(victim)
+    elif damage == "missing":
+        victim.unlink()
+    elif damage == "no_manifest":
+        (newest / "manifest.json").unlink()
+    else:
+        newest.rename(newest.with_name(".step_00000004.partial"))
+    rows = ranks.train(1, tiny, overrides, tmp_path, "run")
+    log = (tmp_path / "run.log.rank0").read_text()
+    if damage != "half_written":  # what was never renamed is not a checkpoint; nobody need be told
+        assert "warning: passing over a damaged checkpoint" in log and newest.name in log
+    assert "step_00000002 at step 2" in log
+    assert steps_of(rows, *FIELDS) == whole
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_00000006"
+    assert not list((tmp_path / "run" / "checkpoints").glob(".step*"))
+
+
+def test_rotation(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    overrides = ["train.steps=10", "checkpoint.interval=1", "checkpoint.keep_last=2", "checkpoint.keep_every=4"]
+    ranks.train(1, tiny, overrides, tmp_path, "run")
+    kept = sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert kept == ["step_00000004", "step_00000008", "step_00000009", "step_00000010"]
+
+
+def refusal(ranks: Ranks, tiny: Path, tmp: Path, overrides: list[str], world: int = 1) -> str:
+    """The error line of a start that must be refused on every rank with exit code 1."""
+    arguments = ["--config", str(tiny), f"train.output={tmp}", "train.name=run", *overrides]
+    codes = ranks.run(world, arguments, tmp / "refused.log")
+    assert codes == [1] * world
+    lines = [line for line in (tmp / "refused.log.rank0").read_text().splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_what_a_resume_refuses_and_allows(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    short = ["train.steps=3"]
+    ranks.train(1, tiny, short, tmp_path, "run")
+    before = sorted(p.name for p in (tmp_path / "run").rglob("*"))
+    assert "never overwritten" in refusal(ranks, tiny, tmp_path, short)
+    again = [*short, "train.resume=auto"]
+    message = refusal(ranks, tiny, tmp_path, [*again, "optimizer.learning_rate=1"])
+    assert "optimizer.learning_rate was 0.001" in message and "train.steps" in message
+    message = refusal(ranks, tiny, tmp_path, ["train.resume=auto", "train.steps=5", "parallel.zero_stage=2"])
+    assert "zero_stage" in message
+    assert before == sorted(p.name for p in (tmp_path / "run").rglob("*"))
+    ranks.train(1, tiny, again, tmp_path, "run")  # finished: says so, exits 0
+    assert "is finished at step 3" in (tmp_path / "run.log.rank0").read_text()
+    longer = ranks.train(1, tiny, ["train.resume=auto", "train.steps=5"], tmp_path, "run")
+    assert list(steps_of(longer, "loss")) == [1, 2, 3, 4, 5]
+
+
+def test_resume_must(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    assert "holds no checkpoint" in refusal(ranks, tiny, tmp_path, ["train.resume=must"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_init_from_takes_weights_only(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    first = steps_of(ranks.train(2, tiny, ["parallel.tensor=2"], tmp_path, "first"), "loss")
+    rows = ranks.train(1, tiny, [f"train.init_from={tmp_path / 'first'}", "train.steps=2"], tmp_path, "second")
+    second = steps_of(rows, "loss", "samples", "learning_rate")
+    assert second[1][0] < first[20][0] + 0.3 < first[1][0] - 0.7  # starts trained ...
+    assert second[1][1] == [0, 8]  # ... at the first sample, with a fresh schedule
+    message = refusal(ranks, tiny, tmp_path, [f"train.init_from={tmp_path / 'first'}", "model.glu_width=64"])
+    assert "glu" in message and "another model" in message
+
+
+def test_run_folder_records_itself(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    rows = ranks.train(1, tiny, ["train.steps=2", "logging.groups_interval=1"], tmp_path, "run")
+    folder = tmp_path / "run"
+    facts = json.loads((folder / "environment.jsonl").read_text().splitlines()[0])
+    assert facts["versions"]["torch"] and facts["command"] and facts["layout"]["world"] == 1
+    from lightnet_llm.config import load_config
+
+    assert load_config(str(folder / "config.yaml")).train.steps == 2
+    assert {"loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "memory_bytes", "mfu"} <= set(rows[0])
+    assert "layers.attention.lrpe.theta" in rows[0]["norms"]["gradient"]
+    assert list((folder / "tensorboard").glob("events*"))
+    assert json.loads((folder / "finished.json").read_text())["step"] == 2
+    assert read_metrics(folder)[-1]["event"] == "finished"
