@@ -38,9 +38,19 @@ def load(folder: str | Path) -> dict[str, Any]:
 
 
 def find(prefix: str | Path) -> dict[str, Any] | None:
-    """The manifest in the folder of a data set prefix (``DIR/train``), or None for shards of another stack."""
+    """The manifest in the folder of a data set prefix (``DIR/train``), or None for shards of another stack.
+
+    Raises:
+        DataError: there is a manifest of ours that cannot be read.
+    """
     path = Path(prefix).parent / FILE_NAME
-    return load(path) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        other = json.loads(path.read_text(encoding="utf-8")).get("format") != FORMAT
+    except (OSError, ValueError, AttributeError):
+        other = False
+    return None if other else load(path)
 
 
 def save(folder: str | Path, manifest: dict[str, Any]) -> None:

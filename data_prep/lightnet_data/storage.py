@@ -101,13 +101,21 @@ class TokenStore:
         self._open()
 
 
+def _missing_hint(prefix: str) -> str:
+    if prefix.endswith((".bin", ".idx")):
+        return "give the path without .bin or .idx"
+    written = manifest.find(prefix) or {}
+    if written.get("splits", {}).get(Path(prefix).name, {}).get("documents") == 0:
+        return "lightnet prep held out no document for it; use a larger --holdout or more documents"
+    return "run lightnet prep"
+
+
 def _open_checked(prefix: str) -> Any:
     """megatron-core's IndexedDataset, after checks that a cut or missing file cannot pass."""
     bin_path, idx_path = Path(prefix + ".bin"), Path(prefix + ".idx")
     for path in (idx_path, bin_path):
         if not path.is_file():
-            hint = "give the path without .bin or .idx" if prefix.endswith((".bin", ".idx")) else "run lightnet prep"
-            raise DataError(f"{path}: no such file; {hint}")
+            raise DataError(f"{path}: no such file; {_missing_hint(prefix)}")
     if bin_path.stat().st_size == 0:
         raise DataError(f"{bin_path}: the data set holds no tokens; run lightnet prep again")
     module = indexed_dataset()

@@ -243,6 +243,9 @@ def test_holdout_of_few_documents(
     summary = json.loads(run_prep(tmp_path / "a.jsonl", "--output", tmp_path / "out", *options).stdout)
     assert tuple(summary["splits"][name]["documents"] for name in ("train", "validation")) == documents
     assert (tmp_path / "out" / "validation.bin").exists() == (documents[1] > 0)
+    if not documents[1]:
+        with pytest.raises(DataError, match="held out no document"):
+            TokenStore(tmp_path / "out" / "validation")
 
 
 def test_seed_moves_the_holdout(tmp_path: Path, corpus: Path, tokenizer_file: Path, run_prep: Run) -> None:

@@ -1,10 +1,12 @@
 """Lossless round trips, determinism, special tokens that text cannot reach, and refusals."""
 
+import io
 import json
 import pickle
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -51,6 +53,40 @@ def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode_bytes(ids) == text.encode()
     assert tokenizer.eod_id not in ids and max(ids, default=0) < tokenizer.vocab_size
+
+
+@given(st.text(alphabet="ab  \u2581\n\té", max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_long_texts_encode_in_parts_to_the_same_ids(tokenizer: Tokenizer, text: str) -> None:
+    whole = tokenizer.encode(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightnet_data.tokenizer.PART_CHARACTERS", 3)
+        assert tokenizer.encode(text) == whole
+
+
+def test_long_code_encodes_in_parts_to_the_same_ids(tokenizer: Tokenizer, python_texts: list[str]) -> None:
+    text = "".join(python_texts)
+    ids = tokenizer.encode(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightnet_data.tokenizer.PART_CHARACTERS", len(text))
+        assert tokenizer.encode(text) == ids
+
+
+@pytest.mark.parametrize(
+    "options", [{"split_by_whitespace": False}, {"treat_whitespace_as_suffix": True}, {"add_dummy_prefix": True}]
+)
+def test_models_whose_pieces_cross_spaces_encode_whole(python_texts: list[str], options: dict[str, bool]) -> None:
+    model = io.BytesIO()
+    fixed = {"model_type": "bpe", "vocab_size": 600, "byte_fallback": True, "minloglevel": 2, "add_dummy_prefix": False}
+    lossless = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(python_texts[0].splitlines()), model_writer=model, **{**fixed, **lossless, **options}
+    )
+    loaded = Tokenizer(model.getvalue())
+    assert loaded.eod_token == "</s>"
+    text = python_texts[1]
+    assert len(text) > 8000 and loaded.encode(text) == loaded._backend._processor.encode(text)  # type: ignore[attr-defined]
+    assert loaded.decode(loaded.encode(text)) == text
 
 
 def test_only_u2581_is_lost(tokenizer: Tokenizer) -> None:
