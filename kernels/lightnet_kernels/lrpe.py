@@ -35,10 +35,20 @@ def double(features: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
 def move_origin(kv: Tensor, theta: Tensor, tokens: Tensor) -> Tensor:
     """Move the angle origin of kv [B, H, 2D, Dv] later by tokens [B] (negative: earlier), theta [H, D].
 
-    Done in float64: the same small rotation repeated thousands of times (decoding) would otherwise drift, because the
-    rounding of cos and sin is the same each time.
+    The rotation is exact to float64 whatever kv's dtype: the same small rotation repeated thousands of times (decoding)
+    would otherwise drift, because the rounding of cos and sin is the same each time.
     """
     angle = tokens.double()[:, None, None] * theta.double()
     cos, sin = angle.cos().unsqueeze(-1), angle.sin().unsqueeze(-1)
-    real, imag = kv.double().chunk(2, dim=2)
-    return torch.cat([cos * real + sin * imag, cos * imag - sin * real], dim=2).to(kv.dtype)
+    real, imag = kv.chunk(2, dim=2)
+    if kv.dtype == torch.float64:
+        return torch.cat([cos * real + sin * imag, cos * imag - sin * real], dim=2)
+    # What float32 leaves of cos and sin is applied as a second, tiny rotation: cheaper than products in float64.
+    cos_high, sin_high = cos.to(kv.dtype), sin.to(kv.dtype)
+    cos_low = (cos - cos_high.double()).to(kv.dtype).detach()
+    sin_low = (sin - sin_high.double()).to(kv.dtype).detach()
+    moved_real = torch.addcmul(torch.addcmul(cos_low * real, sin_low, imag), cos_high, real)
+    moved_imag = torch.addcmul(torch.addcmul(cos_low * imag, sin_low, real, value=-1), cos_high, imag)
+    return torch.cat(
+        [torch.addcmul(moved_real, sin_high, imag), torch.addcmul(moved_imag, sin_high, real, value=-1)], dim=2
+    )

@@ -53,6 +53,9 @@ def causal_scan(
     need_output: bool = True,
 ) -> tuple[Tensor | None, ScanState]:
     """See `scan.additive_scan`; inputs are in the computing dtype."""
+    # Training goes through the chunks, so that every parameter is part of the graph (theta is not, in one step).
+    if key.shape[1] == 1 and cu_seqlens is None and key_mask is None and not (theta is not None and theta.requires_grad):
+        return _one_token(query, key, value, activation, theta, decay, initial)
     layout = chunk_layout(key.shape[0], key.shape[1], cu_seqlens, key_mask, key.device)
     mass = layout.pack_heads(key if decay is None else decay, fill=float("-inf"))  # [chunks, H, C, D]
     gain = None if decay is None else F.silu(layout.pack_heads(key))
@@ -77,6 +80,34 @@ def causal_scan(
         initial.length + layout.lengths,
     )
     return output, shift_state(final, layout.tokens_in_last_chunk(), theta)
+
+
+def _one_token(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    activation: bool,
+    theta: Tensor | None,
+    decay: Tensor | None,
+    initial: ScanState,
+) -> tuple[Tensor, ScanState]:
+    """A step of decoding: the recurrence itself, in the state's dtype, without chunks."""
+    q, k, v = query[:, 0], key[:, 0], value[:, 0]  # [B, H, D]
+    mass = (k if decay is None else decay[:, 0]).to(initial.sum.dtype)
+    peak = torch.maximum(initial.max, mass.detach())
+    scale, weight = scale_between(initial.max, peak), torch.exp(mass - peak)
+    total = initial.sum * scale + weight
+    # The token is at angle 0: it adds to the cosine half and its query reads only that.
+    width = k.shape[2]
+    added = (weight if decay is None else weight * F.silu(k)).unsqueeze(-1) * v.unsqueeze(-2)
+    real = initial.kv[:, :, :width] * scale.unsqueeze(-1) + added
+    phi = F.silu(q) if activation else q
+    output = ((phi / total).unsqueeze(-2) @ real).squeeze(-2).unsqueeze(1)
+    kv = real
+    if theta is not None:
+        kv = torch.cat([real, initial.kv[:, :, width:] * scale.unsqueeze(-1)], dim=2)
+    state = ScanState(peak, total, kv, initial.length + 1)
+    return output.to(value.dtype), shift_state(state, 1, theta)
 
 
 def bidirectional_scan(
@@ -216,6 +247,8 @@ def _coordinate_tables(
         return None
     device = layout.lengths.device
     depth = len(layout.counts)
+    if not depth:
+        return _feature_tables(rotation(theta, torch.zeros(layout.chunk, device=device), dtype))
     if coordinates is None:
         # Places within the sequence, 0 first: the same for the chunks of one depth.
         table = rotation(theta, torch.arange(depth * layout.chunk, device=device), dtype)
