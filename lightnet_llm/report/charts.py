@@ -1,0 +1,185 @@
+"""Line charts as inline SVG that takes its text colour from the page, so that one picture suits light and dark."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+# Mid tones that stay readable on white and on near-black; told apart also by people with colour-blindness (Okabe-Ito).
+PALETTE = ("#0d80c9", "#e07b00", "#0aa06e", "#d1569c", "#b8860b", "#8a63d2", "#d64f2b", "#4c9fb3")
+INK = "#010203"  # stands for the page's text colour until the SVG is done
+POINTS = 1200  # more than a screen shows
+MANY = 120  # from here on, a line of means is drawn over the single values
+
+
+@dataclass
+class Line:
+    """A series of a chart: values y [n] at places x [n]."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    color: str
+    dashed: bool = False
+    markers: bool = False
+    smooth: bool = False
+
+
+@dataclass
+class Mark:
+    """Something that happened at a place of the x axis; ``kind`` is resumed, saved, stopped or finished."""
+
+    x: float
+    kind: str
+    color: str
+
+
+MARKS = {"resumed": (":", 1.2, 0.9), "stopped": ("--", 1.0, 0.7), "finished": ("-", 0.8, 0.35)}
+
+
+def chart(
+    title: str,
+    lines: Sequence[Line],
+    marks: Sequence[Mark] = (),
+    *,
+    x_label: str = "step",
+    y_label: str = "",
+    log: bool = False,
+    from_zero: bool = False,
+    clip_peaks: bool = False,
+) -> str:
+    """An SVG element, or an empty string when there is nothing to draw.
+
+    Args:
+        marks: dotted (resumed), dashed (stopped) or thin (finished) lines, ticks on the axis (saved).
+        log: logarithmic y axis, when all values are positive.
+        from_zero: y axis starts at 0.
+        clip_peaks: the y axis leaves out the highest values of the beginning, so that the rest can be told apart.
+    """
+    drawn = [line for line in (_finite(line) for line in lines) if len(line.x)]
+    if not drawn:
+        return ""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    style = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": title,
+        "font.family": "sans-serif",
+        "font.size": 9,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+    }
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+        axes = figure.add_subplot()
+        for line in drawn:
+            _draw(axes, line)
+        bottom = axes.get_xaxis_transform()
+        for mark in marks:
+            if mark.kind == "saved":
+                axes.plot([mark.x], [0.012], "|", color=mark.color, markersize=6, transform=bottom, alpha=0.8)
+            elif mark.kind in MARKS:
+                kind, width, alpha = MARKS[mark.kind]
+                axes.axvline(mark.x, color=mark.color, linestyle=kind, linewidth=width, alpha=alpha)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.6)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+        values = [value for line in drawn for value in line.y]
+        if log and min(values) > 0:
+            axes.set_yscale("log")
+        elif max(map(abs, values)) >= 10_000:
+            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        elif max(map(abs, values)) < 0.01:
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+        if from_zero:
+            axes.set_ylim(bottom=0)
+        if clip_peaks:
+            _clip(axes, values)
+        if len(drawn) > 1 or drawn[0].label:
+            axes.legend(frameon=False, fontsize=8, ncols=2 if len(drawn) > 4 else 1)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return _inline(buffer.getvalue(), title)
+
+
+def _finite(line: Line) -> Line:
+    pairs = [(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(y)]
+    return replace(line, label=_plain(line.label), x=[x for x, _ in pairs], y=[y for _, y in pairs])
+
+
+def _plain(label: str) -> str:
+    """A label that matplotlib takes as it is: no mathematics between $, and not hidden for a leading underscore."""
+    label = label.replace("$", r"\$")
+    return "\u200b" + label if label.startswith("_") else label
+
+
+def _draw(axes: Any, line: Line) -> None:
+    style = "--" if line.dashed else "-"
+    marker = "o" if line.markers or len(line.x) == 1 else None
+    if line.smooth and len(line.x) >= MANY:
+        x, y = thin(line.x, line.y)
+        axes.plot(x, y, color=line.color, linewidth=0.7, alpha=0.3)
+        x, y = thin(line.x, moving_mean(line.y, max(3, len(line.y) // 60)))
+        axes.plot(x, y, style, color=line.color, linewidth=1.5, label=line.label)
+        return
+    x, y = thin(line.x, line.y)
+    axes.plot(x, y, style, color=line.color, linewidth=1.5, label=line.label, marker=marker, markersize=3)
+
+
+def _clip(axes: Any, values: list[float]) -> None:
+    """Leave room for the lower nine tenths of the values, generously."""
+    ordered = sorted(values)
+    low, high = ordered[0], ordered[int(0.9 * (len(ordered) - 1))]
+    if ordered[-1] > high + 2 * (high - low) > high:
+        axes.set_ylim(top=high + (high - low))
+
+
+def thin(x: Sequence[float], y: Sequence[float], points: int = POINTS) -> tuple[list[float], list[float]]:
+    """At most about ``points`` of the values, the lowest and highest of every stretch kept, so that spikes show."""
+    if len(x) <= points:
+        return list(x), list(y)
+    kept = {0, len(x) - 1}
+    edges = [round(index * len(x) / (points // 2)) for index in range(points // 2 + 1)]
+    for start, end in pairwise(edges):
+        stretch = range(start, end)
+        kept |= {min(stretch, key=y.__getitem__), max(stretch, key=y.__getitem__)}
+    order = sorted(kept)
+    return [x[i] for i in order], [y[i] for i in order]
+
+
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean over ``window`` values around each, fewer at the ends."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    half, count = window // 2, len(values)
+    means = []
+    for index in range(count):
+        start, end = max(0, index - half), min(count, index + half + 1)
+        means.append((sums[end] - sums[start]) / (end - start))
+    return means
+
+
+def _inline(svg: str, title: str) -> str:
+    """The ``<svg>`` element alone: no outside addresses, ids of its own, the page's text colour."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)  # known to HTML without being named
+    svg = svg.replace("xlink:href", "href")
+    prefix = re.sub(r"\W+", "-", title.lower()).strip("-")
+    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
+    svg = re.sub(r'href="#', f'href="#{prefix}-', svg)
+    svg = svg.replace("url(#", f"url(#{prefix}-").replace(INK, "currentColor")
+    label = title.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    return re.sub(r'<svg\s+height="[^"]*"(.*?)\swidth="[^"]*"', r"<svg\1", svg, count=1, flags=re.DOTALL).replace(
+        "<svg", f'<svg role="img" aria-label="{label}"', 1
+    )

@@ -1,0 +1,162 @@
+"""The words and numbers of the page, run by run."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import statistics
+import time
+from typing import Any
+
+from .read import Run
+
+EVENTS_SHOWN = 40
+BASELINE_COLOR = "#8b95a1"
+
+
+def view(run: Run, color: str, several: bool) -> dict[str, Any]:
+    """Everything that the template shows of a run beside its charts."""
+    tiles = _tiles(run)
+    events = [event for event in run.events if event.get("event") != "saved"] or run.events
+    return {
+        "name": run.name,
+        "color": color,
+        "suffix": f": {run.name}" if several else "",
+        "summary": summary(run),
+        "tiles": tiles,
+        "by_label": dict(tiles),
+        "heldout": _heldout(run, color),
+        "sample": run.sample,
+        "events": [_event(event) for event in events[-EVENTS_SHOWN:]],
+        "more_events": max(0, len(events) - EVENTS_SHOWN),
+        "environment": _environment(run),
+        "config": run.config_text,
+    }
+
+
+def summary(run: Run) -> str:
+    """One line: how far the run came and where its losses stand."""
+    if not run.steps:
+        return "no training step was written down yet"
+    last = run.steps[-1]
+    budget = (run.config.get("train") or {}).get("steps")
+    parts = [f"step {last['step']:,}" + (f" of {budget:,}" if isinstance(budget, int) else "")]
+    if last.get("tokens"):
+        parts.append(f"{quantity(last['tokens'])} tokens")
+    if isinstance(last.get("loss"), float):
+        parts.append(f"train loss {last['loss']:.4f}")
+    for name, (_, losses) in run.validation_series("loss").items():
+        parts.append(f"{name} {losses[-1]:.4f}")
+    ends = [event for event in run.events if event.get("event") in ("finished", "stopped")]
+    if ends:
+        parts.append(f"{ends[-1]['event']} at step {ends[-1]['step']:,}")
+    resumes = sum(event.get("event") == "resumed" for event in run.events)
+    if resumes:
+        parts.append("resumed once" if resumes == 1 else f"resumed {resumes} times")
+    if run.damaged:
+        parts.append(f"unreadable lines left out: {run.damaged}")
+    return ", ".join(parts)
+
+
+def quantity(value: float) -> str:
+    """A count in three digits: 950, 1.23k, 45.6M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def _tiles(run: Run) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    if run.steps:
+        last = run.steps[-1]
+        found.append(("steps", f"{last['step']:,}"))
+        if last.get("tokens"):
+            found.append(("tokens", quantity(last["tokens"])))
+    losses = [value for value in run.series("loss")[1] if math.isfinite(value)]
+    if losses:
+        found.append(("last train loss, nats", f"{losses[-1]:.4f}"))
+    for name, (_, values) in run.validation_series("loss").items():
+        found.append((f"best {name} loss, nats", f"{min(values):.4f}"))
+    if run.heldout and isinstance(run.heldout.get("bits_per_byte"), (int, float)):
+        found.append(("held-out bits per byte", f"{run.heldout['bits_per_byte']:.4f}"))
+    speeds = [value for value in run.series("tokens_per_second")[1] if value > 0]
+    if speeds:
+        found.append(("tokens per second, median", quantity(statistics.median(speeds))))
+    memory = run.series("memory_bytes")[1]
+    if memory:
+        found.append(("peak memory", f"{max(memory) / 1e9:.2f} GB"))
+    times = [row["time"] for row in run.steps if isinstance(row.get("time"), (int, float))]
+    if len(times) > 1:
+        found.append(("first to last step", duration(times[-1] - times[0])))
+    return found
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 42 s, 3 min 20 s or 5 h 10 min."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{seconds:.0f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _heldout(run: Run, color: str) -> dict[str, Any] | None:
+    facts = run.heldout
+    if not facts or not isinstance(facts.get("bits_per_byte"), (int, float)):
+        return None
+    bars = [("LightNet", float(facts["bits_per_byte"]), color)]
+    for name, baseline in (facts.get("baselines") or {}).items():
+        if isinstance(baseline, dict) and isinstance(baseline.get("bits_per_byte"), (int, float)):
+            bars.append((str(name), float(baseline["bits_per_byte"]), BASELINE_COLOR))
+    widest = max(value for _, value, _ in bars) or 1.0
+    rows = [(name, f"{value:.4f}", round(100 * value / widest, 1), shade) for name, value, shade in bars]
+    note = [
+        f"{facts.get('data', 'held-out text')}: {facts.get('documents', 0):,} documents",
+        f"{facts.get('bytes', 0):,} bytes",
+    ]
+    if isinstance(facts.get("perplexity"), (int, float)):
+        note.append(f"perplexity {facts['perplexity']:.3f} a token over {facts.get('tokens', 0):,} tokens")
+    if isinstance(facts.get("word_perplexity"), (int, float)):
+        note.append(f"{facts['word_perplexity']:.3f} a word")
+    note.append("the model also pays for the end of every document, the compressors do not")
+    note.append(f"weights of {facts.get('checkpoint', 'an unnamed checkpoint')}")
+    return {"rows": rows, "note": "; ".join(note) + "."}
+
+
+def _event(event: dict[str, Any]) -> dict[str, str]:
+    when = event.get("time")
+    facts = {key: value for key, value in event.items() if key not in ("step", "time", "event")}
+    return {
+        "step": f"{event['step']:,}",
+        "name": str(event["event"]),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)) if isinstance(when, (int, float)) else "",
+        "facts": ", ".join(f"{key} {value}" for key, value in facts.items()),
+    }
+
+
+def _environment(run: Run) -> list[tuple[str, str]]:
+    """The last start in full; earlier ones by time and commit."""
+    if not run.environments:
+        return []
+    last = run.environments[-1]
+    rows: list[tuple[str, str]] = []
+    for name, value in last.items():
+        if name == "command" and isinstance(value, list):
+            rows.append((name, shlex.join(str(part) for part in value)))
+        elif name == "git":
+            rows.append(("commit", _commit(value)))
+        elif isinstance(value, dict):
+            rows.append((name, ", ".join(f"{key} {part}" for key, part in value.items())))
+        else:
+            rows.append((name, str(value)))
+    for number, earlier in enumerate(run.environments[:-1], 1):
+        rows.append((f"start {number}", f"{earlier.get('started', '')} {_commit(earlier.get('git'))}".strip()))
+    return rows
+
+
+def _commit(git: Any) -> str:
+    if not isinstance(git, dict):
+        return "not a git checkout"
+    return f"{git.get('commit')}" + (f" with changes ({git['diff']})" if git.get("diff") else "")

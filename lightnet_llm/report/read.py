@@ -1,0 +1,139 @@
+"""What a run folder says about its run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import UserError
+
+
+@dataclass
+class Run:
+    """One run, as its folder tells it.
+
+    Attributes:
+        name: of the run, unique among the runs of a page.
+        path: its folder.
+        steps: lines of metrics.jsonl about training steps, ordered by step.
+        validations: (step, {name: {loss, perplexity, bits_per_byte}}), ordered by step.
+        events: lines about resumes, saves and stops, as they happened.
+        config: resolved configuration, and its text.
+        environments: one entry a start: versions, command, commit.
+        heldout: result of ``lightnet eval --output RUN/heldout.json``, when there is one.
+        sample: text of RUN/sample.txt, when there is one.
+        damaged: lines of metrics.jsonl that are no JSON objects.
+    """
+
+    name: str
+    path: Path
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    validations: list[tuple[int, dict[str, dict[str, float]]]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    environments: list[dict[str, Any]] = field(default_factory=list)
+    heldout: dict[str, Any] | None = None
+    sample: str | None = None
+    damaged: int = 0
+
+    def series(self, name: str) -> tuple[list[float], list[float]]:
+        """Steps and values of a field of the step lines, where it is a number."""
+        rows = [(row["step"], row[name]) for row in self.steps if _is_number(row.get(name))]
+        return [step for step, _ in rows], [value for _, value in rows]
+
+    def tokens_at(self) -> dict[int, float]:
+        """Tokens trained on by each step that was written down."""
+        return {row["step"]: row["tokens"] for row in self.steps if _is_number(row.get("tokens"))}
+
+    def validation_series(self, metric: str) -> dict[str, tuple[list[float], list[float]]]:
+        """Steps and values of ``loss``, ``perplexity`` or ``bits_per_byte`` for each validation set."""
+        found: dict[str, tuple[list[float], list[float]]] = {}
+        for step, sets in self.validations:
+            for name, values in sets.items():
+                if isinstance(values, dict) and _is_number(values.get(metric)):
+                    steps, numbers = found.setdefault(name, ([], []))
+                    steps.append(step)
+                    numbers.append(values[metric])
+        return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def read_run(path: str | Path) -> Run:
+    """Read a run folder.
+
+    Raises:
+        UserError: it is no run folder, or one of its files cannot be read.
+    """
+    folder = Path(path)
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        raise UserError(f"{folder}: holds no metrics.jsonl; name a run folder, as `lightnet train` writes under runs/")
+    run = Run(folder.resolve().name, folder)
+    sets: dict[int, dict[str, dict[str, float]]] = {}
+    for row in _json_lines(metrics, run):
+        if not _is_number(row.get("step")):
+            run.damaged += 1
+        elif "event" in row:
+            run.events.append(row)
+        elif isinstance(row.get("validation"), dict):
+            sets.setdefault(row["step"], {}).update(row["validation"])
+        else:
+            run.steps.append(row)
+    run.steps = sorted({row["step"]: row for row in run.steps}.values(), key=lambda row: row["step"])
+    run.validations = sorted(sets.items())
+    run.config_text = _text(folder / "config.yaml") or ""
+    try:
+        run.config = yaml.safe_load(run.config_text) or {}
+    except yaml.YAMLError:
+        run.config = {}
+    if (folder / "environment.jsonl").is_file():
+        run.environments = list(_json_lines(folder / "environment.jsonl", run))
+    run.sample = _text(folder / "sample.txt")
+    heldout = _text(folder / "heldout.json")
+    if heldout is not None:
+        try:
+            run.heldout = json.loads(heldout)
+        except ValueError as error:
+            raise UserError(f"{folder / 'heldout.json'}: not JSON ({error}); write it with lightnet eval") from None
+        if not isinstance(run.heldout, dict):
+            raise UserError(f"{folder / 'heldout.json'}: not a result of lightnet eval --output; write it again")
+    return run
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); mend its permissions") from None
+
+
+def _json_lines(path: Path, run: Run) -> list[dict[str, Any]]:
+    rows = []
+    for line in (_text(path) or "").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None  # cut by a kill, or being written
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            run.damaged += 1
+    return rows
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted names."""
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree} if prefix else {}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found.update(flat(value, f"{prefix}.{key}" if prefix else str(key)))
+    return found
