@@ -49,8 +49,8 @@ class OutputFolder:
     """
 
     def __init__(self, output: Path, note: Callable[[str], None]) -> None:
-        self.output = output
-        self.partial = output.absolute().with_name(output.absolute().name + ".partial")
+        self.output = Path(os.path.realpath(output))  # a link stays a link, and what it points to is made beside itself
+        self.partial = self.output.with_name(self.output.name + ".partial")
         self._note = note
         self._lock: Any = None
         self._finished = False
@@ -83,12 +83,12 @@ class OutputFolder:
         for entry in self.partial.iterdir():
             _flush(entry)
         _flush(self.partial)
-        old = self.output.absolute().with_name(self.output.absolute().name + ".replaced")
+        old = self.output.with_name(self.output.name + ".replaced")
         replacing = self.output.is_dir() and any(self.output.iterdir())
         if replacing:
             self.output.rename(old)
         self.partial.rename(self.output)
-        _flush(self.output.absolute().parent)
+        _flush(self.output.parent)
         if replacing:
             shutil.rmtree(old)
         self._finished = True

@@ -300,7 +300,12 @@ def test_what_is_in_the_way_is_left_alone(tmp_path: Path, corpus: Path, run_prep
     assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "mine.txt").read_text() == "mine"
     assert (tmp_path / "new.partial" / "mine.txt").exists()
     (tmp_path / "empty").mkdir()
-    assert run_prep(corpus, "--output", tmp_path / "empty", "--vocab-size", "512").exit_code == 0
+    (tmp_path / "link").symlink_to("empty")
+    for link in (tmp_path / "link", f"{tmp_path}/link/../dots/"):
+        assert run_prep(corpus, "--output", link, "--vocab-size", "512").exit_code == 0
+    assert (tmp_path / "link").is_symlink()
+    for name in ("empty", "dots"):
+        assert (tmp_path / name / "manifest.json").is_file()
 
 
 def test_a_killed_run_is_replaced(tmp_path: Path, corpus: Path, run_prep: Run) -> None:
