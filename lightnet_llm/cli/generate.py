@@ -20,7 +20,7 @@ def _prompt(prompt: str | None, file: str | None) -> str:
         return prompt or ""
     name = file or "standard input"
     try:
-        data = Path(file).read_bytes() if file else click.get_binary_stream("stdin").read()
+        data = Path(file).read_bytes() if file else sys.stdin.buffer.read()
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{name}: not UTF-8 at byte {error.start}; convert it, for example with iconv") from None
@@ -86,7 +86,7 @@ def generate(
         }
         click.echo(json.dumps(facts, ensure_ascii=False))
         return
-    out = click.get_binary_stream("stdout")  # UTF-8 whatever the locale says
+    out = sys.stdout.buffer  # UTF-8 whatever the locale says
     if echo:
         out.write(text.encode())
     try:

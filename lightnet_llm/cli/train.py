@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -43,7 +44,9 @@ def _slots(path: Path) -> dict[str, int]:
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
-        raise UserError(f"--hostfile {path}: cannot be read ({error.strerror}); give lines of the form 'host slots=8'") from None
+        raise UserError(
+            f"--hostfile {path}: cannot be read ({error.strerror}); give lines of the form 'host slots=8'"
+        ) from None
     slots: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         text = line.split("#", 1)[0].split()
@@ -51,7 +54,9 @@ def _slots(path: Path) -> dict[str, int]:
             continue
         key, _, value = text[1].partition("=") if len(text) == 2 else ("", "", "")
         if key != "slots" or not value.isdigit() or int(value) < 1 or text[0] in slots:
-            raise UserError(f"{path}:{number}: '{line.strip()}' is not 'host slots=N' with a host named once and N >= 1")
+            raise UserError(
+                f"{path}:{number}: '{line.strip()}' is not 'host slots=N' with a host named once and N >= 1"
+            )
         slots[text[0]] = int(value)
     if not slots:
         raise UserError(f"{path}: names no host; give lines of the form 'host slots=8'")
@@ -133,10 +138,8 @@ def _supervise(process: subprocess.Popen[bytes], request_stop: Any) -> int:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        try:  # nothing of the run stays behind, whatever ended the launcher
+        with contextlib.suppress(ProcessLookupError):  # nothing of the run stays behind, whatever ended the launcher
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 @click.command()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
@@ -54,7 +54,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> Any:
         raise UserError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
-    if not OmegaConf.is_dict(tree):
+    if not isinstance(tree, DictConfig):
         raise UserError(f"{path}: must hold a mapping of sections such as 'model:' and 'train:'")
     parent = tree.pop("extends", None)
     if parent is None:
@@ -72,7 +72,7 @@ def _one_line(error: ValidationError, source: str) -> str:
     if first["type"] == "extra_forbidden":
         section: Any = RunConfig
         for part in first["loc"][:-1]:
-            info = section.model_fields.get(part) if isinstance(section, type) else None
+            info = getattr(section, "model_fields", {}).get(part)
             section = info.annotation if info else None
         known = list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
         hint = nearest(str(first["loc"][-1]), known) or (f"; known keys: {', '.join(known)}" if known else "")
@@ -120,7 +120,7 @@ def load_config(name: str, overrides: list[str] | tuple[str, ...] = ()) -> RunCo
                 train[other] = None
         if train.get("name") is None:
             train["name"] = path.stem
-    return validate(plain, str(path) + (" with overrides" if overrides else ""))
+    return validate({str(k): v for k, v in plain.items()}, str(path) + (" with overrides" if overrides else ""))
 
 
 def dump_config(config: RunConfig) -> str:

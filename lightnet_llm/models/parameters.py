@@ -38,15 +38,15 @@ class ParameterSpec:
 
 def declare(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
     """Attach a declaration; the attribute ``tensor_model_parallel`` is what DeepSpeed's gradient norm looks at."""
-    parameter.spec = spec  # type: ignore[attr-defined]
+    parameter.spec = spec
     if spec.partition_dim is not None:
-        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        parameter.tensor_model_parallel = True
     return parameter
 
 
 def spec_of(parameter: Tensor) -> ParameterSpec:
     """The declaration of a parameter."""
-    return cast(ParameterSpec, parameter.spec)  # type: ignore[attr-defined]
+    return cast(ParameterSpec, parameter.spec)
 
 
 def normal(std: float) -> Initializer:

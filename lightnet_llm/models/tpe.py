@@ -82,7 +82,7 @@ class ToeplitzEncoding(nn.Module):
                 return_state=return_state,
                 exchange=context.exchange,
             )
-            y, after = result if return_state else (result, None)
+            y, after = result if isinstance(result, tuple) else (result, None)
             return x + y, after
         batch, _, width = x.shape
         cube = x.view(batch, *grid, width)
@@ -92,5 +92,6 @@ class ToeplitzEncoding(nn.Module):
             y = toeplitz_scan(
                 rows.reshape(-1, grid[axis], width), decay[axis], gain[axis], bidirectional=self.bidirectional
             )
+            assert isinstance(y, Tensor)  # no state was asked for
             out = out + y.view(rows.shape).movedim(-2, axis + 1)
         return out.reshape(x.shape), None

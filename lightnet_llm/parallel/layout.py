@@ -143,7 +143,7 @@ def prepare_backend() -> torch.device:
     # Without a GPU: megatron-core asks CUDA for a device to put buffers on, and DeepSpeed would compile a
     # shared-memory op for over a minute before its first collective.
     cpu = torch.device("cpu")
-    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = lambda: cpu
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     return cpu

@@ -55,7 +55,12 @@ class _Stage(nn.Module):
         _, sample_ids, cu_seqlens = payload
         tokens = (cu_seqlens.numel() - 1) // sample_ids.numel()
         return training_context(
-            _trim(cu_seqlens), sample_ids, tokens, self.config, self.clock.seed, self.clock.step if self.training else None
+            _trim(cu_seqlens),
+            sample_ids,
+            tokens,
+            self.config,
+            self.clock.seed,
+            self.clock.step if self.training else None,
         )
 
 

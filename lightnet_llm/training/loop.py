@@ -26,6 +26,7 @@ from .run_folder import RunFolder
 from .schedule import budget_of, learning_rate_factor
 from .state import RunState
 
+
 class Trainer:
     """One run on all ranks. Built and driven by :func:`run`."""
 
@@ -143,9 +144,7 @@ class Trainer:
         )
         return self.ranks.sum(local if self.groups.place["tensor"] == 0 and self.data_rank == 0 else 0)
 
-    def _report(
-        self, loss: float, rate: float, first: int, tokens: int, seconds: float, parameters: int
-    ) -> None:
+    def _report(self, loss: float, rate: float, first: int, tokens: int, seconds: float, parameters: int) -> None:
         norm = self.engine.gradient_norm()
         groups = self.engine.group_norms
         if self.metrics is None:
@@ -197,7 +196,9 @@ class Trainer:
         except (OSError, RuntimeError) as error:
             problem = f"{type(error).__name__}: {error}"
         if self.ranks.any(problem is not None):
-            raise UserError(f"checkpoint of step {step} could not be written ({problem or 'on another rank'}); older ones are intact")
+            raise UserError(
+                f"checkpoint of step {step} could not be written ({problem or 'on another rank'}); older ones are intact"
+            )
 
         def finish() -> None:
             (folder / "config.yaml").write_bytes((self.folder.path / "config.yaml").read_bytes())

@@ -91,7 +91,9 @@ class RunFolder:
         path = self.path / CONFIG
         if not path.is_file():
             if self.has_checkpoint or (self.path / METRICS).exists():
-                raise UserError(f"{path} is missing, so {self.path} cannot be continued; start another with train.name=NAME")
+                raise UserError(
+                    f"{path} is missing, so {self.path} cannot be continued; start another with train.name=NAME"
+                )
             return
         before = _flat(validate(yaml.safe_load(path.read_text()), str(path)).model_dump(mode="json"))
         now = _flat(self.config.model_dump(mode="json"))
@@ -106,7 +108,16 @@ class RunFolder:
         """Write the resolved configuration, versions, command, git commit and diff. One process calls this."""
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / CONFIG).write_text(dump_config(self.config))
-        names = ("lightnet-llm", "torch", "deepspeed", "megatron-core", "triton", "numpy", "sentencepiece", "tokenizers")
+        names = (
+            "lightnet-llm",
+            "torch",
+            "deepspeed",
+            "megatron-core",
+            "triton",
+            "numpy",
+            "sentencepiece",
+            "tokenizers",
+        )
         versions = {"python": platform.python_version()}
         for name in names:
             try:
@@ -129,7 +140,9 @@ class RunFolder:
     def _git(self) -> dict[str, Any] | None:
         def git(*arguments: str) -> str:
             root = Path(__file__).resolve().parent
-            return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout
+            return subprocess.run(
+                ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+            ).stdout
 
         try:
             commit, diff = git("rev-parse", "HEAD").strip(), git("diff", "HEAD")

@@ -1,8 +1,8 @@
 """Every layout gives the run of one process (law 3): 20 fp32 steps, losses 1e-5, gradient norms 1e-4 relative.
 
-The tiny model's norms use eps 1e-3: the norm after the scan divides by |o|, which passes through zero at initialisation;
-with 1e-5 a rounding difference there is amplified tenfold a step, in one process with itself under another micro-batch
-just as between layouts.
+The tiny model's norms use eps 1e-3: the norm after the scan divides by |o|, which passes through zero at
+initialisation; with 1e-5 a rounding difference there is amplified tenfold a step, in one process under another
+micro-batch just as between layouts.
 """
 
 from pathlib import Path

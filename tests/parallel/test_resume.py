@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed equals the run that was not, exactly (law 2); checkpoints are whole or absent (law 4)."""
+"""A resumed run equals the run that was not stopped, exactly (law 2); checkpoints are whole or absent (law 4)."""
 
 import json
 from pathlib import Path

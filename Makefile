@@ -1,0 +1,46 @@
+# Everything installs into .venv; nothing else of the machine is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The CPU constraint file pins a CPU build of torch where there is no NVIDIA driver; with one, pip takes the CUDA build.
+CONSTRAINTS ?= $(if $(wildcard /proc/driver/nvidia/version),,-c constraints-cpu.txt)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: help install demo test test-full test-system lint types check clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+install: $(VENV)/installed  ## install the package with its development tools into .venv
+
+$(VENV)/installed: pyproject.toml constraints-cpu.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; set PYTHON=/path/to/python3.11 or newer"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $$($(PYTHON) --version) is too old; set PYTHON= to 3.11 or newer"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(CONSTRAINTS) -e '.[dev]'
+	@touch $@
+
+demo: install  ## prepare, train, stop, resume, measure, sample and draw: runs/demo/report.html (CORPUS=path for your text)
+	$(BIN)/python launch/demo.py $(if $(CORPUS),--corpus "$(CORPUS)")
+
+test: install  ## what needs no GPU, no root and no network (15 minutes on two cores at most)
+	$(PYTEST) -m "not slow and not system and not gpu"
+
+test-full: install  ## everything that is slow, too
+	$(PYTEST) -m "not system and not gpu" --timeout 1200
+
+test-system: install  ## what needs root or system packages
+	$(PYTEST) -m system --timeout 1200
+
+lint: install  ## ruff: style and errors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install  ## mypy on the library
+	$(BIN)/mypy
+
+check: lint types test  ## what CI runs
+
+clean:  ## remove the environment and caches, never runs or data
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
