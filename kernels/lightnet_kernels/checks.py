@@ -32,7 +32,7 @@ def check_scan_arguments(
                 f"additive_scan: {name} has head width {tensor.shape[3]}; widths 1 to {MAX_WIDTH} work, use more heads"
             )
         if tensor.device != query.device:
-            raise ValueError(f"additive_scan: {name} is on {tensor.device}, query on {query.device}; move them together")
+            raise ValueError(f"additive_scan: {name} is on {tensor.device}, query on {query.device}; move it")
     if key.shape != query.shape:
         raise ValueError(f"additive_scan: key shape {tuple(key.shape)} differs from query's {tuple(query.shape)}")
     if value.shape[:3] != query.shape[:3]:
@@ -78,7 +78,7 @@ def check_mask(name: str, key_mask: Tensor | None, query: Tensor) -> None:
     if key_mask.dtype != torch.bool:
         raise ValueError(f"{name}: key_mask has dtype {key_mask.dtype}; pass bool, true for a real token")
     if key_mask.shape != query.shape[:2]:
-        raise ValueError(f"{name}: key_mask has shape {tuple(key_mask.shape)}; expected [B, N] = {list(query.shape[:2])}")
+        raise ValueError(f"{name}: key_mask has shape {tuple(key_mask.shape)}; expected {list(query.shape[:2])}")
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, batch: int, tokens: int) -> list[int] | None:
@@ -101,10 +101,10 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, batch: int, tokens: i
                 "must not fall (equal ones make an empty segment)"
             )
         if bounds[i] > tokens:
-            raise ValueError(f"{name}: cu_seqlens[{i}] = {bounds[i]} is beyond the {tokens} tokens; clip it to {tokens}")
+            raise ValueError(f"{name}: cu_seqlens[{i}] = {bounds[i]} is beyond the {tokens} tokens; clip it")
     if bounds[-1] != tokens:
         raise ValueError(
-            f"{name}: cu_seqlens[{len(bounds) - 1}] = {bounds[-1]}, the last boundary, must be N = {tokens}; append {tokens}"
+            f"{name}: cu_seqlens[{len(bounds) - 1}] = {bounds[-1]}, the last, must be N = {tokens}; append it"
         )
     return bounds
 

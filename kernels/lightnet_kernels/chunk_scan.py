@@ -32,8 +32,8 @@ class ChunkResults(NamedTuple):
     output: Tensor | None  # [chunks, H, C, Dv]
     held_kv: Tensor  # [chunks, H, D or 2D, Dv], what each chunk receives, in units of exp(entry)
     held_sum: Tensor  # [chunks, H, D]
-    last_kv: Tensor  # [rows, H, D or 2D, Dv] float64, in units of exp(exit) of the last chunk, in its frame
-    last_sum: Tensor  # [rows, H, D] float64
+    last_kv: Tensor  # [rows, H, D or 2D, Dv], in units of exp(exit) of the last chunk, in its frame
+    last_sum: Tensor  # [rows, H, D]
 
 
 def scan_chunks(

@@ -25,7 +25,7 @@ def causal_sequence(
     entry = torch.exp(start - peak)
     read = phi / (weight.sum(1) + initial.sum * entry)
     if theta is not None:
-        weight = weight * angles(lag, theta).cos().to(weight.dtype)
+        weight = weight * (lag.double()[..., None, None] * theta.double()).cos().to(weight.dtype)
     output = torch.einsum("thd,trhd,rhd,rhv->thv", read, weight, gain, value)
     return output + torch.einsum("thd,hdv->thv", _doubled(read * entry, theta, step), initial.kv)
 
@@ -45,17 +45,9 @@ def read_state(phi: Tensor, theta: Tensor | None, positions: Tensor, state: Scan
     return torch.einsum("thd,hdv->thv", _doubled(phi / state.sum, theta, positions), state.kv)
 
 
-def angles(positions: Tensor, theta: Tensor) -> Tensor:
-    """positions [...] times theta [H, D] in float64; integer grids are split into features by the caller."""
-    return positions.double()[..., None, None] * theta.double()
-
-
 def _doubled(x: Tensor, theta: Tensor | None, positions: Tensor) -> Tensor:
     if theta is None:
         return x
-    if positions.ndim == 2:  # [N, axes]: each axis turns its own equal group of features
-        per_feature = positions.repeat_interleave(theta.shape[1] // positions.shape[1], dim=1)
-        angle = per_feature.double()[:, None, :] * theta.double()
-    else:
-        angle = angles(positions, theta)
+    grid = positions if positions.ndim == 2 else positions[:, None]  # [N, axes], each axis turns an equal group
+    angle = grid.repeat_interleave(theta.shape[1] // grid.shape[1], dim=1).double()[:, None] * theta.double()
     return torch.cat([x * angle.cos().to(x.dtype), x * angle.sin().to(x.dtype)], dim=-1)

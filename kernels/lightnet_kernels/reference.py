@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -68,8 +69,9 @@ def bidirectional_scan(
         naive.sequence_state(mass[place], gain[place], value[place], theta, where, length)
         for place, where, length in zip(places, positions, lengths, strict=True)
     ]
+    _, _, heads, width = key.shape
     empty = identity_state(
-        0, *key.shape[2:], value.shape[3], lrpe=theta is not None, dtype=value.dtype, device=value.device
+        0, heads, width, value.shape[3], lrpe=theta is not None, dtype=value.dtype, device=value.device
     )
     whole = combine(_stack(locals_, empty))
     for row, (place, where) in enumerate(zip(places, positions, strict=True)):
@@ -91,7 +93,7 @@ def sequence_indices(key: Tensor, cu_seqlens: list[int] | None, key_mask: Tensor
     if cu_seqlens is None:
         spans = [(row, 0, tokens) for row in range(batch)]
     else:
-        spans = [(0, begin, end) for begin, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
+        spans = [(0, begin, end) for begin, end in pairwise(cu_seqlens)]
     places = []
     for row, begin, end in spans:
         index = torch.arange(begin, end, device=key.device)

@@ -106,10 +106,11 @@ def additive_scan(
     state_dtype = dtype
     if initial_state is not None and initial_state.kv.dtype == torch.float64:
         state_dtype = torch.float64
+    heads, width = key.shape[2:]
     identity = identity_state(
-        sequences, *key.shape[2:], value.shape[3], lrpe=theta is not None, dtype=state_dtype, device=key.device
+        sequences, heads, width, value.shape[3], lrpe=theta is not None, dtype=state_dtype, device=key.device
     )
-    initial = identity if initial_state is None else _as_constant_max(initial_state, state_dtype)
+    initial = identity if initial_state is None else _in_dtype(initial_state, state_dtype)
     common = {
         "activation": activation == "silu",
         "theta": None if theta is None else theta.to(dtype),
@@ -140,10 +141,11 @@ def additive_scan(
     output = output.to(value.dtype)
     if not return_state:
         return output
-    return output, ScanState(*(x.to(state_dtype) for x in state[:3]), state.length)
+    return output, _in_dtype(state, state_dtype)
 
 
-def _as_constant_max(state: ScanState, dtype: torch.dtype) -> ScanState:
+def _in_dtype(state: ScanState, dtype: torch.dtype) -> ScanState:
+    """The state as a consumer takes it: in one dtype, its maximum a constant."""
     return ScanState(state.max.detach().to(dtype), state.sum.to(dtype), state.kv.to(dtype), state.length)
 
 
@@ -157,7 +159,7 @@ def _received(
     dtype: torch.dtype,
 ) -> ScanState:
     _check_state(f"exchange.{method}()", state, sequences, query, value, theta)
-    return _as_constant_max(state, dtype)
+    return _in_dtype(state, dtype)
 
 
 def _check_state(

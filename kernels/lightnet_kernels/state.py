@@ -121,6 +121,6 @@ def _rows(scale: Tensor, kv: Tensor) -> Tensor:
 def _check_doubled(name: str, kv: Tensor, maximum: Tensor, theta: Tensor | None) -> None:
     if theta is not None and kv.shape[2] != 2 * maximum.shape[2]:
         raise ValueError(
-            f"{name}: theta was given but state.kv has {kv.shape[2]} rows for {maximum.shape[2]} features, not twice as "
-            "many; pass theta only for states of a scan with theta"
+            f"{name}: theta was given but state.kv has {kv.shape[2]} rows for {maximum.shape[2]} features, not twice "
+            "as many; pass theta only for states of a scan with theta"
         )

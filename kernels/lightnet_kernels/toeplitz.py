@@ -85,9 +85,7 @@ def toeplitz_scan(
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     operands = (x.to(dtype), decay.to(dtype), gain.to(dtype))
     scan = _BACKENDS["torch" if backend == "auto" else backend]
-    empty = ToeplitzState(
-        x.new_zeros(shapes, dtype=dtype), torch.zeros(sequences, dtype=torch.int64, device=x.device)
-    )
+    empty = ToeplitzState(x.new_zeros(shapes, dtype=dtype), torch.zeros(sequences, dtype=torch.int64, device=x.device))
 
     def run(reverse: bool, start: ToeplitzState | None) -> tuple[Tensor, ToeplitzState]:
         def direction(first: ToeplitzState, output: bool, state: bool) -> tuple[Tensor, ToeplitzState]:

@@ -67,7 +67,8 @@ class _ToeplitzChunks(torch.autograd.Function):
         # Sums to the end of each chunk, as if it were full: right wherever another chunk follows.
         added = packed @ powers[:, :chunk].flip(1)
         factors = Factors(keep=powers[:, chunk].unsqueeze(0))
-        held = carry(counts, added.transpose(0, 1), initial, factors)[0].transpose(0, 1)
+        held, last = carry(counts, added.transpose(0, 1), initial, factors)
+        held = held.transpose(0, 1)
         y = None
         if need_output:
             weighted = gain.unsqueeze(1) * powers
@@ -75,7 +76,8 @@ class _ToeplitzChunks(torch.autograd.Function):
             # The state a chunk receives is one token old at its first token: lambda^1 to lambda^C.
             y.baddbmm_(held, weighted[:, 1:].transpose(1, 2))
         ctx.counts, ctx.reverse = counts, reverse
-        ctx.save_for_backward(packed, powers, gain, initial, held)
+        ctx.save_for_backward(packed, powers, gain, held, last)
+        ctx.initial_dtype = initial.dtype
         ctx.set_materialize_grads(False)
         return y, held
 
@@ -83,7 +85,7 @@ class _ToeplitzChunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_y, grad_held = grads
-        packed, powers, gain, initial, held = ctx.saved_tensors
+        packed, powers, gain, held, last = ctx.saved_tensors
         chunk = packed.shape[2]
         grad_packed = grad_weighted = None
         if grad_y is not None:
@@ -106,7 +108,7 @@ class _ToeplitzChunks(torch.autograd.Function):
             Factors(keep=powers[:, chunk].unsqueeze(0)),
             grad_held.transpose(0, 1),
             None,
-            initial,
+            last,
             need_keep=True,
         )
         grad_added = through.added.transpose(0, 1)
@@ -123,7 +125,7 @@ class _ToeplitzChunks(torch.autograd.Function):
         if grad_weighted is not None:
             grad_gain = torch.einsum("cni,cni->ci", grad_weighted, powers)
             grad_powers.addcmul_(grad_weighted, gain.unsqueeze(1))
-        return grad_packed, grad_powers, grad_gain, through.initial.to(initial.dtype), None, None, None
+        return grad_packed, grad_powers, grad_gain, through.initial.to(ctx.initial_dtype), None, None, None
 
 
 def _toeplitz(taps: Tensor, centre: bool) -> Tensor:

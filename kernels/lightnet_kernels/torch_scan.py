@@ -54,7 +54,8 @@ def causal_scan(
 ) -> tuple[Tensor | None, ScanState]:
     """See `scan.additive_scan`; inputs are in the computing dtype."""
     # Training goes through the chunks, so that every parameter is part of the graph (theta is not, in one step).
-    if key.shape[1] == 1 and cu_seqlens is None and key_mask is None and not (theta is not None and theta.requires_grad):
+    trains_theta = theta is not None and theta.requires_grad and torch.is_grad_enabled()
+    if key.shape[1] == 1 and cu_seqlens is None and key_mask is None and not trains_theta:
         return _one_token(query, key, value, activation, theta, decay, initial)
     layout = chunk_layout(key.shape[0], key.shape[1], cu_seqlens, key_mask, key.device)
     mass = layout.pack_heads(key if decay is None else decay, fill=float("-inf"))  # [chunks, H, C, D]
@@ -76,7 +77,9 @@ def causal_scan(
     scale = scale_between(frame.last_unit, frame.last_max.double())
     wide = scale if theta is None else scale.repeat(1, 1, 2)
     final = ScanState(
-        *(layout.from_rows(x) for x in (frame.last_max, last_sum * scale, last_kv * wide.unsqueeze(-1))),
+        layout.from_rows(frame.last_max),
+        layout.from_rows(last_sum * scale),
+        layout.from_rows(last_kv * wide.unsqueeze(-1)),
         initial.length + layout.lengths,
     )
     return output, shift_state(final, layout.tokens_in_last_chunk(), theta)
@@ -138,11 +141,8 @@ def bidirectional_scan(
     weight = torch.exp(mass - layout.spread(peak).unsqueeze(2))
     features = weight if decay is None else weight * F.silu(layout.pack_heads(key))
     kv = layout.collect(double(features, tables).transpose(-1, -2) @ v)
-    local = ScanState(
-        *(layout.from_rows(x) for x in (peak, layout.collect(weight.sum(2)), kv)),
-        layout.lengths,
-    )
-    whole = combine(local)
+    local_sum = layout.from_rows(layout.collect(weight.sum(2)))
+    whole = combine(ScanState(layout.from_rows(peak), local_sum, layout.from_rows(kv), layout.lengths))
 
     mass_sum = layout.spread(layout.to_rows(whole.sum.to(v.dtype))).unsqueeze(2)
     whole_kv = layout.spread(layout.to_rows(whole.kv.to(v.dtype)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-
 from lightnet_kernels import ScanState
 
 NAMES = ("query", "key", "value", "theta")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-
 from lightnet_kernels import additive_scan, identity_state, merge_states, shift_state
 
 from . import kernel_oracle as oracle

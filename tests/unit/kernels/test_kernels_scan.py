@@ -1,12 +1,12 @@
 """The chunked scan against its definition: shapes, keys of every size, dtypes, masks, segments."""
 
 import functools
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from lightnet_kernels import additive_scan
 
 from . import kernel_oracle as oracle
@@ -102,9 +102,7 @@ def test_a_spike_at_every_place_of_a_chunk(spike, upstream):
 @pytest.mark.parametrize("growth", [40.0, 79.0, 81.0, 139.0, 141.0])
 def test_growth_about_the_bound_of_the_fast_path(growth):
     inputs = oracle.make(1, 64, 1, 8, 6, scale=1.0)
-    inputs["key"] = (
-        inputs["key"] * 0.1 + torch.linspace(0, growth, 64).double()[None, :, None, None]
-    ).float().double()
+    inputs["key"] = (inputs["key"] * 0.1 + torch.linspace(0, growth, 64).double()[None, :, None, None]).float().double()
     check(inputs, torch.float32)
     check(inputs, torch.float32, upstream=1e-12)
 
@@ -168,7 +166,8 @@ def test_identity_activation(activation):
     grads = [torch.autograd.grad(x.square().sum(), query)[0] for x in (output, wanted)]
     assert oracle.relative(*grads) < 1e-10
     # Without an activation the output is linear in the query.
-    assert oracle.relative(additive_scan(3 * query, inputs["key"], inputs["value"], activation=activation), 3 * output) < 1e-10
+    tripled = additive_scan(3 * query, inputs["key"], inputs["value"], activation=activation)
+    assert oracle.relative(tripled, 3 * output) < 1e-10
 
 
 def run_all(inputs, backend, **options):
@@ -246,7 +245,7 @@ def test_segments_equal_separate_calls(bounds, causal):
     output, state = additive_scan(
         **inputs, cu_seqlens=torch.tensor(bounds, dtype=torch.int32), causal=causal, return_state=True
     )
-    for i, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for i, (begin, end) in enumerate(pairwise(bounds)):
         piece = {name: x if name == "theta" else x[:, begin:end] for name, x in inputs.items()}
         one, one_state = additive_scan(**piece, causal=causal, return_state=True)
         assert oracle.relative(output[:, begin:end], one) < 1e-12
