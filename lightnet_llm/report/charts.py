@@ -68,7 +68,7 @@ def chart(
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    style = {
+    style: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": title,
         "font.family": "sans-serif",
