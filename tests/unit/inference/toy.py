@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -22,7 +21,10 @@ from lightnet_llm.checkpoint.weights import save_weights
 from lightnet_llm.config import dump_config, validate
 from lightnet_llm.models import CausalLM, ForwardContext, initialize
 
-WORDS = "the a sea ship sails slowly over under bright grün über naïve 水 月 harbour keeper writes to an old friend".split()
+VOCABULARY = (
+    "the a sea ship sails slowly over under bright grün über naïve 水 月 harbour keeper writes to an old friend"
+)
+WORDS = VOCABULARY.split()
 
 
 def documents(count: int, seed: int) -> list[str]:
@@ -37,16 +39,17 @@ def documents(count: int, seed: int) -> list[str]:
     return texts
 
 
-@functools.cache
 def build(factory: pytest.TempPathFactory) -> Path:
     """The run folder; one a session, whoever asks. Tests that change it work on a ``copy``."""
-    torch.manual_seed(0)
-    folder = factory.mktemp("toy")
+    folder = factory.getbasetemp() / "toy"
+    run = folder / "run"
+    if (run / "checkpoints" / "latest").exists():
+        return run
+    folder.mkdir()
     source = folder / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents(220, seed=1)))
     data = folder / "data"
     prepare([str(source)], str(data), None, Options(vocab_size=330, holdout=0.15))
-    run = folder / "run"
     config = validate(
         {
             "model": {"layers": 2, "width": 48, "heads": 3, "glu_width": 64, "vocab_size": 330, "gate_rank": 8}
