@@ -5,8 +5,8 @@ Per sequence, with i the chunk:   held_0 = enter_0 * initial
                                   held_(i+1) = enter_(i+1) * Rotate(kept_i)
 
 Chunks are in depth-major order (`segments.ChunkLayout`); `counts` are the sequences still alive at each depth, not
-increasing. Over long sequences the state is carried in float64: the same rotation is applied once a chunk, and a float32
-cosine would drift by 1e-3 over a million tokens.
+increasing. Over long sequences the state is carried in float64: the same rotation is applied once a chunk, and a
+float32 cosine would drift by 1e-3 over a million tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
 
 LONG = 64  # chunks in a sequence from which on the state is carried in float64
 

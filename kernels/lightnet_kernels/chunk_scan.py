@@ -1,7 +1,8 @@
 """The causal scan over packed chunks, forward and backward (model-spec 1).
 
-Written by hand: autograd through the same operations takes twice the time on a CPU, nearly all of it in element-wise
-passes, and keeps several doubled [.., 2D] copies of queries and keys that are cheaper to form again.
+Written by hand: autograd through the same operations is bound by memory, in element-wise passes over doubled [.., 2D]
+copies of queries and keys. Here these exist for a few chunks at a time, on a CPU within its cache, and are formed again
+in the backward pass.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from .carry import Factors, carry, carry_backward
 from .lrpe import rotation
+
+BLOCK_ITEMS = 32  # (chunk, head) pairs done at once on a CPU
+silu_backward = torch.ops.aten.silu_backward
 
 
 class ScanConstants(NamedTuple):
@@ -65,26 +69,38 @@ class _ScanChunks(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         chunk = mass.shape[2]
         tables = _tables(theta, chunk, mass.dtype)
-        weight = (mass - constants.exit.unsqueeze(2)).exp_()
-        key = _double(weight if gain is None else weight * gain, tables)
         kv_factors, sum_factors = _factors(constants, theta, chunk)
+        blocks = _blocks(mass)
+
         # What each chunk adds, and what it finds when it begins.
-        added = _halves(key.transpose(-1, -2) @ value, theta)
-        held_kv, last_kv = carry(constants.counts, added, _halves(initial_kv, theta), kv_factors)
-        held_sum, last_sum = carry(constants.counts, weight.sum(2), initial_sum, sum_factors)
+        weight = torch.empty_like(mass)
+        added = mass.new_empty(*mass.shape[:2], initial_kv.shape[2], value.shape[3])
+        sums = mass.new_empty(*mass.shape[:2], mass.shape[3])
+        for rows in blocks:
+            torch.sub(mass[rows], constants.exit[rows].unsqueeze(2), out=weight[rows]).exp_()
+            key = _key(weight, gain, tables, rows)
+            torch.matmul(key.transpose(-1, -2), value[rows], out=added[rows])
+            torch.sum(weight[rows], 2, out=sums[rows])
+        held_kv, last_kv = carry(constants.counts, _halves(added, theta), _halves(initial_kv, theta), kv_factors)
+        held_sum, last_sum = carry(constants.counts, sums, initial_sum, sum_factors)
         held_kv, last_kv = _joined(held_kv, theta), _joined(last_kv, theta)
+
         output = den = None
         if query is not None:
-            # A product with a triangle of ones is cumsum along tokens, only faster.
-            den = (_ones(weight) @ weight).add_(held_sum.unsqueeze(2))
-            if constants.slow is not None:
-                den.masked_fill_(constants.slow[..., None, None], 1.0)
-            phi = F.silu(query) if constants.activation else query
-            read = _double(phi / den, tables)
-            # tril selects: beyond the diagonal the product may be anything.
-            scores = (read @ key.transpose(-1, -2)).tril_()
-            output = scores @ value
-            _add_product(output, read, held_kv)
+            output, den = torch.empty_like(value), torch.empty_like(mass)
+            ones = _ones(mass)
+            for rows in blocks:
+                key = _key(weight, gain, tables, rows)
+                # A product with a triangle of ones is cumsum along tokens, only faster.
+                torch.matmul(ones, weight[rows], out=den[rows]).add_(held_sum[rows].unsqueeze(2))
+                if constants.slow is not None:
+                    den[rows].masked_fill_(constants.slow[rows, :, None, None], 1.0)
+                phi = F.silu(query[rows]) if constants.activation else query[rows]
+                read = _double(phi / den[rows], tables)
+                # tril selects: beyond the diagonal the product may be anything.
+                scores = (read @ key.transpose(-1, -2)).tril_()
+                torch.matmul(scores, value[rows], out=output[rows])
+                _add_product(output[rows], read, held_kv[rows])
         ctx.constants, ctx.dtypes = constants, (initial_kv.dtype, initial_sum.dtype)
         ctx.save_for_backward(query, weight, gain, value, theta, den, held_kv, held_sum, last_kv, last_sum)
         ctx.set_materialize_grads(False)
@@ -97,26 +113,50 @@ class _ScanChunks(torch.autograd.Function):
         query, weight, gain, value, theta, den, held_kv, held_sum, last_kv, last_sum = ctx.saved_tensors
         constants: ScanConstants = ctx.constants
         tables = _tables(theta, weight.shape[2], weight.dtype)
-        key = _double(weight if gain is None else weight * gain, tables)
-        grad_query = read = grad_read = scores = grad_scores = pressure = None
+        kv_factors, sum_factors = _factors(constants, theta, weight.shape[2])
+        blocks = _blocks(weight)
+        empty = torch.zeros_like if grad_output is None else torch.empty_like
+        grad_value, grad_mass = empty(value), empty(weight)
+        grad_features = grad_mass if gain is None else empty(weight)  # gradient of weight times gain
+        grad_query = None
+        torque = weight.new_zeros(weight.shape[1:])  # [H, C, D]
+
+        # Through the products inside the chunks, as far as the states they received.
         if grad_output is not None:
             grad_output = grad_output.contiguous()
-            phi = F.silu(query) if constants.activation else query
-            quotient = phi / den
-            read = _double(quotient, tables)
-            scores = (read @ key.transpose(-1, -2)).tril_()
-            grad_scores = (grad_output @ value.transpose(-1, -2)).tril_()
-            grad_read = grad_scores @ key
-            _add_product(grad_read, grad_output, held_kv.transpose(-1, -2))
-            grad_query = _undouble(grad_read, tables).div_(den)
-            pressure = quotient * grad_query  # minus the gradient of den
-            grad_held_kv = _sum(grad_held_kv, read.transpose(-1, -2) @ grad_output)
-            grad_held_sum = _sum(grad_held_sum, -pressure.sum(2))
-            if constants.activation:
-                grad_query = torch.ops.aten.silu_backward(grad_query, query)
+            grad_query = torch.empty_like(query)
+            through_kv, through_sum = torch.empty_like(held_kv), torch.empty_like(held_sum)
+            ones = _ones(weight).T
+            for rows in blocks:
+                grad = grad_output[rows]
+                key = _key(weight, gain, tables, rows)
+                phi = F.silu(query[rows]) if constants.activation else query[rows]
+                quotient = phi / den[rows]
+                read = _double(quotient, tables)
+                scores = (read @ key.transpose(-1, -2)).tril_()
+                torch.matmul(scores.transpose(-1, -2), grad, out=grad_value[rows])
+                torch.matmul(read.transpose(-1, -2), grad, out=through_kv[rows])
+                grad_scores = (grad @ value[rows].transpose(-1, -2)).tril_()
+                grad_read = grad_scores @ key
+                _add_product(grad_read, grad, held_kv[rows].transpose(-1, -2))
+                grad_key = grad_scores.transpose(-1, -2) @ read
+                if tables is not None:
+                    _add_torque(torque, read, grad_read)
+                    _add_torque(torque, key, grad_key)
+                grad_phi = _undouble(grad_read, tables).div_(den[rows])
+                pressure = quotient * grad_phi  # minus the gradient of den
+                torch.sum(pressure, 2, out=through_sum[rows]).neg_()
+                grad_query[rows] = silu_backward(grad_phi, query[rows]) if constants.activation else grad_phi
+                # A true reverse sum over the later tokens, never total minus prefix.
+                torch.matmul(ones, pressure, out=grad_mass[rows]).neg_()
+                if gain is None:
+                    grad_mass[rows].add_(_undouble(grad_key, tables))
+                else:
+                    grad_features[rows] = _undouble(grad_key, tables)
+            grad_held_kv = through_kv if grad_held_kv is None else through_kv.add_(grad_held_kv)
+            grad_held_sum = through_sum if grad_held_sum is None else through_sum.add_(grad_held_sum)
 
-        kv_factors, sum_factors = _factors(constants, theta, weight.shape[2])
-        through_kv = carry_backward(
+        from_kv = carry_backward(
             constants.counts,
             _halves(held_kv, theta),
             kv_factors,
@@ -124,7 +164,7 @@ class _ScanChunks(torch.autograd.Function):
             None if grad_last_kv is None else _halves(grad_last_kv, theta),
             _halves(last_kv, theta),
         )
-        through_sum = carry_backward(
+        from_sum = carry_backward(
             constants.counts,
             held_sum,
             sum_factors,
@@ -132,52 +172,59 @@ class _ScanChunks(torch.autograd.Function):
             grad_last_sum,
             last_sum,
         )
-        grad_added = _joined(through_kv.added, theta)
-        grad_value = key @ grad_added
-        grad_key = value @ grad_added.transpose(-1, -2)
-        if scores is not None and grad_scores is not None:
-            _add_product(grad_value, scores.transpose(-1, -2), grad_output)
-            _add_product(grad_key, grad_scores.transpose(-1, -2), read)
+
+        # Through what each chunk added to the state.
+        grad_added = _joined(from_kv.added, theta)
+        for rows in blocks:
+            key = _key(weight, gain, tables, rows)
+            _add_product(grad_value[rows], key, grad_added[rows])
+            grad_key = value[rows] @ grad_added[rows].transpose(-1, -2)
+            if tables is not None:
+                _add_torque(torque, key, grad_key)
+            grad_features[rows].add_(_undouble(grad_key, tables))
+            grad_mass[rows].add_(from_sum.added[rows].unsqueeze(2))
+            if gain is not None:
+                grad_mass[rows].addcmul_(grad_features[rows], gain[rows])
+                grad_features[rows].mul_(weight[rows])
+            grad_mass[rows].mul_(weight[rows])
+
         grad_theta = None
-        if theta is not None and ctx.needs_input_grad[4]:
-            grad_theta = _theta_gradient(read, grad_read, key, grad_key)
-            if through_kv.angle is not None:
-                grad_theta = grad_theta + through_kv.angle * weight.shape[2]
-            grad_theta = grad_theta.to(theta.dtype)
-        grad_mass = _undouble(grad_key, tables)
-        grad_gain = None
-        if gain is not None:
-            grad_gain = grad_mass * weight
-            grad_mass = grad_mass.mul_(gain)
-        grad_mass = grad_mass.add_(through_sum.added.unsqueeze(2))
-        if pressure is not None:
-            # A true reverse sum over the later tokens, never total minus prefix.
-            _add_product(grad_mass, _ones(weight).T.expand(*weight.shape[:2], -1, -1), pressure, alpha=-1.0)
+        if theta is not None and from_kv.angle is not None:
+            places = torch.arange(weight.shape[2], device=weight.device, dtype=torch.float64)
+            turned = torch.einsum("c,hcd->hd", places, torque.double())
+            grad_theta = (turned + from_kv.angle * weight.shape[2]).to(theta.dtype)
         return (
             grad_query,
-            grad_mass.mul_(weight),
-            grad_gain,
+            grad_mass,
+            None if gain is None else grad_features,
             grad_value,
             grad_theta,
-            _joined(through_kv.initial, theta).to(ctx.dtypes[0]),
-            through_sum.initial.to(ctx.dtypes[1]),
+            _joined(from_kv.initial, theta).to(ctx.dtypes[0]),
+            from_sum.initial.to(ctx.dtypes[1]),
             None,
         )
 
 
-def _theta_gradient(read: Tensor | None, grad_read: Tensor | None, key: Tensor, grad_key: Tensor) -> Tensor:
-    """sum_i i (torque_q + torque_k), i the place in the chunk: float64 [H, D]."""
-    key_cos, key_sin = key.chunk(2, dim=-1)
-    grad_cos, grad_sin = grad_key.chunk(2, dim=-1)
-    torque = key_cos * grad_sin
-    torque.addcmul_(key_sin, grad_cos, value=-1)
-    if read is not None and grad_read is not None:
-        read_cos, read_sin = read.chunk(2, dim=-1)
-        grad_cos, grad_sin = grad_read.chunk(2, dim=-1)
-        torque.addcmul_(read_cos, grad_sin)
-        torque.addcmul_(read_sin, grad_cos, value=-1)
-    places = torch.arange(key.shape[2], device=key.device, dtype=torch.float64)
-    return torch.einsum("c,hcd->hd", places, torque.sum(0).double())
+def _blocks(packed: Tensor) -> list[slice]:
+    """Chunks done at once: all of them on an accelerator, on a CPU what its second-level cache holds."""
+    chunks, heads = packed.shape[:2]
+    size = max(1, BLOCK_ITEMS // heads) if packed.device.type == "cpu" else max(chunks, 1)
+    return [slice(start, min(start + size, chunks)) for start in range(0, chunks, size)]
+
+
+def _key(weight: Tensor, gain: Tensor | None, tables: tuple[Tensor, Tensor] | None, rows: slice) -> Tensor:
+    """The keys' features of some chunks [.., C, D or 2D]."""
+    return _double(weight[rows] if gain is None else weight[rows] * gain[rows], tables)
+
+
+def _add_torque(torque: Tensor, doubled: Tensor, grad: Tensor) -> None:
+    """Gradient of each token's own angle, summed over chunks: torque [H, C, D] += sum (cos part) dsin - (sin part) dcos.
+
+    The sum over places i of i (torque_q + torque_k) is theta's gradient (model-spec 2).
+    """
+    cos, sin = doubled.chunk(2, dim=-1)
+    grad_cos, grad_sin = grad.chunk(2, dim=-1)
+    torque += (cos * grad_sin).addcmul_(sin, grad_cos, value=-1).sum(0)
 
 
 def _tables(theta: Tensor | None, chunk: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
@@ -212,13 +259,9 @@ def _ones(like: Tensor) -> Tensor:
     return torch.ones(chunk, chunk, dtype=like.dtype, device=like.device).tril_()
 
 
-def _add_product(target: Tensor, left: Tensor, right: Tensor, alpha: float = 1.0) -> None:
-    """target += alpha left @ right, on the last two dimensions, in place."""
-    target.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1), alpha=alpha)
-
-
-def _sum(first: Tensor | None, second: Tensor) -> Tensor:
-    return second if first is None else first + second
+def _add_product(target: Tensor, left: Tensor, right: Tensor) -> None:
+    """target += left @ right, on the last two dimensions, in place."""
+    target.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
 
 
 def _factors(constants: ScanConstants, theta: Tensor | None, chunk: int) -> tuple[Factors, Factors]:

@@ -116,8 +116,10 @@ def additive_scan(
         "theta": None if theta is None else theta.to(dtype),
         "decay": None if decay is None else decay.to(dtype),
         "cu_seqlens": bounds,
-        "key_mask": key_mask,
+        "key_mask": None if key_mask is None else key_mask.to(query.device),
     }
+    if coordinates is not None:
+        coordinates = coordinates.to(query.device)
     operands = (query.to(dtype), key.to(dtype), value.to(dtype))
     module = _BACKENDS[name]
     with torch.autocast(device_type=query.device.type, enabled=False):

@@ -82,6 +82,8 @@ def toeplitz_scan(
     sequences = x.shape[0] if bounds is None else len(bounds) - 1
     shapes = (sequences, *decay.shape)
 
+    if key_mask is not None:
+        key_mask = key_mask.to(x.device)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     operands = (x.to(dtype), decay.to(dtype), gain.to(dtype))
     scan = _BACKENDS["torch" if backend == "auto" else backend]
