@@ -14,6 +14,7 @@ from typing import Any
 PALETTE = ("#0d80c9", "#e07b00", "#0aa06e", "#d1569c", "#b8860b", "#8a63d2", "#d64f2b", "#4c9fb3")
 INK = "#010203"  # stands for the page's text colour until the SVG is done
 POINTS = 1200  # more than a screen shows
+MOST_MARKS = 150
 MANY = 120  # from here on, a line of means is drawn over the single values
 
 
@@ -80,13 +81,7 @@ def chart(
         axes = figure.add_subplot()
         for line in drawn:
             _draw(axes, line)
-        bottom = axes.get_xaxis_transform()
-        for mark in marks:
-            if mark.kind == "saved":
-                axes.plot([mark.x], [0.012], "|", color=mark.color, markersize=6, transform=bottom, alpha=0.8)
-            elif mark.kind in MARKS:
-                kind, width, alpha = MARKS[mark.kind]
-                axes.axvline(mark.x, color=mark.color, linestyle=kind, linewidth=width, alpha=alpha)
+        _draw_marks(axes, marks)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.6)
         axes.set_xlabel(x_label)
@@ -124,7 +119,7 @@ def _plain(label: str) -> str:
 
 def _draw(axes: Any, line: Line) -> None:
     style = "--" if line.dashed else "-"
-    marker = "o" if line.markers or len(line.x) == 1 else None
+    marker = "o" if (line.markers and len(line.x) < MANY) or len(line.x) == 1 else None
     if line.smooth and len(line.x) >= MANY:
         x, y = thin(line.x, line.y)
         axes.plot(x, y, color=line.color, linewidth=0.7, alpha=0.3)
@@ -133,6 +128,21 @@ def _draw(axes: Any, line: Line) -> None:
         return
     x, y = thin(line.x, line.y)
     axes.plot(x, y, style, color=line.color, linewidth=1.5, label=line.label, marker=marker, markersize=3)
+
+
+def _draw_marks(axes: Any, marks: Sequence[Mark]) -> None:
+    """At most ``MOST_MARKS`` of a kind and colour, evenly chosen: more would only blacken the picture."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for mark in marks:
+        groups.setdefault((mark.kind, mark.color), []).append(mark.x)
+    along = axes.get_xaxis_transform()  # x as data, y from 0 to 1 over the height
+    for (kind, color), places in groups.items():
+        places = places[:: -(-len(places) // MOST_MARKS)]
+        if kind == "saved":
+            axes.vlines(places, 0.0, 0.03, color=color, linewidth=1.0, alpha=0.8, transform=along)
+        elif kind in MARKS:
+            style, width, alpha = MARKS[kind]
+            axes.vlines(places, 0.0, 1.0, color=color, linestyle=style, linewidth=width, alpha=alpha, transform=along)
 
 
 def _clip(axes: Any, values: list[float]) -> None:

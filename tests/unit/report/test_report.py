@@ -1,0 +1,210 @@
+"""The page about a run: what it says, that it stands alone, that nothing in it is taken for markup."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from lightnet_llm.cli import main
+from lightnet_llm.report import charts
+from lightnet_llm.report.read import read_run
+
+from .conftest import Maker
+
+
+class Page(HTMLParser):
+    """Text, headings and everything that could load something."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.text, self.tags, self.addresses, self.ids = "", [], [], []
+        self._open: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attributes:
+            if name in ("src", "href", "xlink:href", "data", "action", "srcset"):
+                self.addresses.append(value or "")
+            if name == "id":
+                self.ids.append(value)
+            self.addresses += re.findall(r"url\(([^)]*)\)", value or "")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def report(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(main, ["report", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def page_of(*arguments: str) -> tuple[str, Page]:
+    code, out, err = report(*arguments)
+    assert code == 0, err
+    html = Path(out.strip()).read_text()
+    return html, Page(html)
+
+
+def write_extras(run: Path, sample: str) -> None:
+    baselines = {"gzip -9": {"bytes": 700, "bits_per_byte": 2.7654}, "xz -9": {"bytes": 600, "bits_per_byte": 2.3456}}
+    heldout = {"bits_per_byte": 2.1234, "baselines": baselines, "documents": 7, "bytes": 2048, "tokens": 900}
+    heldout |= {"perplexity": 9.5, "word_perplexity": 88.25, "data": "data/validation", "checkpoint": "step_00000040"}
+    (run / "heldout.json").write_text(json.dumps(heldout))
+    (run / "sample.txt").write_text(sample)
+
+
+def test_one_run(make_run: Maker) -> None:
+    run = make_run("made")
+    write_extras(run, "Once upon a time\nthere was 水.\n")
+    html, page = page_of(str(run))
+    assert (run / "report.html").read_text() == html
+    for wanted in (
+        "step 40 of 40, 20.5k tokens, train loss 2.0549, heldout 2.1549, code 1.8549, finished at step 40, resumed once",
+        "Loss over steps",
+        "Loss over tokens",
+        "Validation, bits per byte",
+        "Learning rate",
+        "Gradient norm",
+        "Tokens per second",
+        "Peak memory, GB",
+        "2.1234",
+        "gzip -9",
+        "2.7654",
+        "xz -9",
+        "2.3456",
+        "Once upon a time\nthere was 水.",
+        "c0ffee with changes (source.diff)",
+        "lightnet train made 'train.name=a b'",
+        "torch 2.13.0",
+        "glu_width: 64",
+        "layout 2 ranks",
+    ):
+        assert wanted in page.text, wanted
+    assert page.tags.count("svg") == 7
+    assert "Model FLOP utilisation" not in page.text  # null in every line
+
+
+def test_the_page_stands_alone(make_run: Maker) -> None:
+    run = make_run("made")
+    write_extras(run, "text")
+    html, page = page_of(str(run))
+    assert page.addresses and all(re.fullmatch(r"#[\w-]+", address) for address in page.addresses)
+    assert {address[1:] for address in page.addresses} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    assert not {"script", "link", "img", "iframe", "object", "embed"} & set(page.tags)
+    assert "http:" not in html and "https:" not in html and "@import" not in html
+    assert charts.INK not in html and "currentColor" in html and "prefers-color-scheme: dark" in html
+
+
+def test_nothing_is_taken_for_markup(make_run: Maker) -> None:
+    bad = "<script>alert('x')</script><b>&amp;"
+    run = make_run("a<i>b&c$d$_")
+    write_extras(run, bad)
+    config = (run / "config.yaml").read_text().replace("name: made", f'name: "{bad}"')
+    (run / "config.yaml").write_text(config)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 40, "validation": {"<i>s</i>": {"loss": 2.0}}}) + "\n")
+        file.write(json.dumps({"step": 40, "event": "<b>e", "why": "<u>"}) + "\n")
+    with (run / "environment.jsonl").open("a") as file:
+        file.write(json.dumps({"started": "<h1>", "command": ["<h5>"], "git": {"commit": "<h6>", "diff": None}}) + "\n")
+    other = make_run("plain/a<i>b&c$d$_")  # and in the charts and tables of several runs
+    for arguments in ([str(run)], [str(run), str(other), "--output", str(run / "two.html")]):
+        _, page = page_of(*arguments)
+        assert not {"script", "i", "u", "h5", "h6"} & set(page.tags)
+        assert page.tags.count("h1") == 1
+        assert bad in page.text and "a<i>b&c$d$_" in page.text and "<i>s</i>" in page.text and "<b>e" in page.text
+
+
+def test_several_runs(make_run: Maker, tmp_path: Path) -> None:
+    first, second = make_run("first"), make_run("second", steps=30, rate=6e-4, offset=0.5)
+    write_extras(first, "only the first has a sample")
+    code, _, err = report(str(first), str(second))
+    assert code == 1 and "--output" in err
+    _, page = page_of(str(first), str(second), "--output", str(tmp_path / "both.html"))
+    for wanted in (
+        "LightNet runs: first, second",
+        "first, heldout",
+        "second, heldout",
+        "Sample: first",
+        "optimizer.learning_rate",
+        "0.0006",
+        "train.steps",
+        "Events: second",
+    ):
+        assert wanted in page.text, wanted
+    assert "Sample: second" not in page.text
+    code, _, err = report(str(first), str(first), "--output", str(tmp_path / "x.html"))
+    assert code == 1 and "given twice" in err
+
+
+def test_runs_of_one_name_are_told_apart(make_run: Maker, tmp_path: Path) -> None:
+    first, second = make_run("x/run"), make_run("y/run", offset=1.0)
+    _, page = page_of(str(first), str(second), "--output", str(tmp_path / "both.html"))
+    assert f"{first}, heldout" in page.text and f"{second}, heldout" in page.text
+
+
+def test_a_run_that_just_began(make_run: Maker) -> None:
+    run = make_run("young")
+    (run / "metrics.jsonl").write_text("")
+    (run / "environment.jsonl").unlink()
+    (run / "config.yaml").unlink()
+    _, page = page_of(str(run))
+    assert "no training step was written down yet" in page.text and "svg" not in page.tags
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": NaN, "grad_norm": 1.0, "tokens": 5}\n{"step": 2, "lo')
+    _, page = page_of(str(run))
+    assert "unreadable lines left out: 1" in page.text and page.tags.count("svg") == 1
+
+
+def test_reading_drops_what_a_resume_ran_again(make_run: Maker) -> None:
+    run = make_run("made")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 7, "loss": 9.0, "tokens": 1}) + "\n")
+    read = read_run(run)
+    assert len(read.steps) == 40 and read.steps[6]["loss"] == 9.0
+    assert read.validation_series("loss")["code"][0] == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (None, None, "holds no metrics.jsonl"),
+        ("heldout.json", "{", "heldout.json: not JSON"),
+        ("heldout.json", "[]", "heldout.json: not a result of lightnet eval"),
+    ],
+)
+def test_errors_are_one_line(make_run: Maker, file: str | None, content: str | None, message: str) -> None:
+    run = make_run("made")
+    if file is None:
+        (run / "metrics.jsonl").unlink()
+    else:
+        (run / file).write_text(content or "")
+    code, out, err = report(str(run))
+    assert code == 1 and out == "" and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_output_that_cannot_be_written(make_run: Maker, tmp_path: Path) -> None:
+    code, _, err = report(str(make_run("made")), "--output", str(tmp_path / "no" / "x.html"))
+    assert code == 1 and "cannot be written" in err
+
+
+def test_thinning_keeps_ends_and_spikes() -> None:
+    y = [1.0] * 50_000
+    y[12_345] = 99.0
+    x, kept = charts.thin(range(50_000), y)
+    assert len(x) <= charts.POINTS + 2 and max(kept) == 99.0 and x[0] == 0 and x[-1] == 49_999
+    assert charts.thin([1, 2], [3, 4]) == ([1, 2], [3, 4])
+
+
+def test_moving_mean() -> None:
+    assert charts.moving_mean([1.0, 2.0, 6.0], 3) == [1.5, 3.0, 4.0]
+
+
+def test_a_long_run_stays_a_small_page(make_run: Maker) -> None:
+    run = make_run("long", steps=8_000)
+    html, _ = page_of(str(run))
+    assert len(html) < 600_000
