@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import Ranks, steps_of
+from tests.conftest import Ranks, steps_of
 
 LAYOUTS = {
     "tp2": (2, ["parallel.tensor=2"]),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Ranks, read_metrics, steps_of
+from tests.conftest import Ranks, read_metrics, steps_of
 
 FIELDS = ("loss", "grad_norm", "learning_rate", "samples", "tokens")
 CASES = {

@@ -1,20 +1,88 @@
 """Ranks for tests: one import, then forks."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
-class Ranks:
-    """Runs the training main on forked ranks."""
+CODE = """
+import sys
+from tests.parallel import faults
+if sys.argv[1]:
+    getattr(faults, sys.argv[1])()
+from lightnet_llm.training.main import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+class SpawnedRanks:
+    """Runs the training main on one process a GPU: CUDA does not survive a fork."""
+
+    @staticmethod
+    def gpus() -> int:
+        """GPUs of this machine."""
+        return torch.cuda.device_count()
+
+    def run(self, world: int, arguments: list[str], log: Path, plant: str | None = None) -> list[int]:
+        """Exit codes of ``world`` ranks."""
+        if world > self.gpus():
+            pytest.skip(f"needs {world} GPUs")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        processes = []
+        for rank in range(world):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+            environment = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            with Path(f"{log}.rank{rank}").open("w") as output:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", CODE, plant or "", *arguments],
+                        cwd=ROOT,
+                        env=environment,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        deadline = time.time() + 240
+        while any(p.poll() is None for p in processes):
+            failed = any(p.poll() for p in processes)
+            if failed:
+                deadline = min(deadline, time.time() + 10)
+            if time.time() > deadline:
+                for process in processes:
+                    process.kill()
+            time.sleep(0.1)
+        return [process.wait() for process in processes]
+
+    def train(
+        self, world: int, config: Path, overrides: list[str], tmp: Path, name: str, plant: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Train and return the lines of metrics.jsonl; every rank must exit 0."""
+        arguments = ["--config", str(config), f"train.output={tmp}", f"train.name={name}", *overrides]
+        codes = self.run(world, arguments, tmp / f"{name}.log", plant)
+        text = "".join(path.read_text()[-3000:] for path in sorted(tmp.glob(f"{name}.log.rank*")))
+        assert codes == [0] * world, f"exit codes {codes}\n{text}"
+        return read_metrics(tmp / name)
+
+    def close(self) -> None:
+        """Nothing is left running between calls."""
+
+
+class Ranks(SpawnedRanks):
+    """Runs the training main on ranks forked from one process that has imported everything."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -35,15 +103,11 @@ class Ranks:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())["codes"]
 
-    def train(
-        self, world: int, config: Path, overrides: list[str], tmp: Path, name: str, plant: str | None = None
-    ) -> list[dict[str, Any]]:
-        """Train and return the lines of metrics.jsonl; every rank must exit 0."""
-        arguments = ["--config", str(config), f"train.output={tmp}", f"train.name={name}", *overrides]
-        codes = self.run(world, arguments, tmp / f"{name}.log", plant)
-        text = "".join(path.read_text()[-3000:] for path in sorted(tmp.glob(f"{name}.log.rank*")))
-        assert codes == [0] * world, f"exit codes {codes}\n{text}"
-        return read_metrics(tmp / name)
+    def close(self) -> None:
+        """End the server."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=20)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -57,12 +121,10 @@ def steps_of(rows: list[dict[str, Any]], *fields: str) -> dict[int, tuple[Any, .
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    server = Ranks()
+def ranks() -> Iterator[SpawnedRanks]:
+    server = SpawnedRanks() if torch.cuda.is_available() else Ranks()
     yield server
-    assert server.process.stdin is not None
-    server.process.stdin.close()
-    server.process.wait(timeout=20)
+    server.close()
 
 
 @pytest.fixture(scope="session")
