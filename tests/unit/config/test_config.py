@@ -85,7 +85,7 @@ FILES = [
 def test_bad_file(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(UserError, match=".*") as error:
+    with pytest.raises(UserError, match=r".*") as error:
         load_config(str(path))
     assert message in str(error.value) and "\n" not in str(error.value)
 
@@ -109,7 +109,7 @@ def test_deepspeed_configuration(small: Path) -> None:
     assert derived["gradient_accumulation_steps"] == 2 and derived["train_batch_size"] == 8
     assert derived["zero_optimization"]["stage"] == 2 and derived["zero_optimization"]["overlap_comm"] is True
     assert derived["data_types"] == {"grad_accum_dtype": "fp32"}
-    with pytest.raises(UserError, match="set optimizer.clip instead"):
+    with pytest.raises(UserError, match=r"set optimizer.clip instead"):
         deepspeed_config(load_config(str(small), ["deepspeed.gradient_clipping=1"]), 1)
 
 
@@ -147,5 +147,12 @@ def test_training_needs_data_before_any_work(small: Path, tmp_path: Path) -> Non
 
 
 def test_validate_names_its_source() -> None:
-    with pytest.raises(UserError, match="^here: "):
+    with pytest.raises(UserError, match=r"^here: "):
         validate({"model": {}}, "here")
+
+
+def test_documentation_lists_every_field() -> None:
+    docs = Path(__file__).resolve().parents[3] / "docs"
+    scope: dict[str, object] = {"__name__": "page", "__file__": str(docs / "make_configuration.py")}
+    exec((docs / "make_configuration.py").read_text(), scope)
+    assert (docs / "configuration.md").read_text() == scope["page"](), "run python docs/make_configuration.py"  # type: ignore[operator]

@@ -83,9 +83,9 @@ def relative(actual, wanted, size=None):
     """Norm of the error over `size` (default: the norm of what is wanted)."""
     assert actual.shape == wanted.shape, (actual.shape, wanted.shape)
     assert torch.isfinite(actual).all()
-    size = wanted.double().norm() if size is None else size
+    size = (wanted.double().norm() if size is None else size).detach()
     error = (actual.double() - wanted.double()).norm()
-    return 0.0 if error == 0 else float(error / size)
+    return 0.0 if error == 0 else float(error.detach() / size)
 
 
 def cast(inputs, dtype):

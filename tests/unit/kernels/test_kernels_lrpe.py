@@ -113,6 +113,25 @@ def test_a_million_tokens_in_one_pass():
         assert oracle.relative(one, other) < 1e-3, name
 
 
+@pytest.mark.parametrize("piece", [512, 4096])
+def test_many_pieces_do_not_drift(piece):
+    """A quarter of a million tokens in pieces, the first one the heaviest, in float32 against one float64 pass."""
+    tokens = 2**18
+    inputs = oracle.make(1, tokens, 1, 4, 1, scale=1.0)
+    inputs["theta"] = torch.tensor([[1.0, 0.3, 0.01, 1e-4]]).double()
+    inputs["key"][:, 0] += 15
+    inputs = {name: x.float() for name, x in inputs.items()}
+    with torch.no_grad():
+        wanted, whole = additive_scan(**{name: x.double() for name, x in inputs.items()}, return_state=True)
+        state = None
+        for begin in range(0, tokens, piece):
+            part = {name: x if name == "theta" else x[:, begin : begin + piece] for name, x in inputs.items()}
+            output, state = additive_scan(**part, initial_state=state, return_state=True)
+    assert state.kv.dtype == torch.float32
+    assert oracle.relative(output, wanted[:, -piece:]) < 1e-5
+    assert oracle.relative(state.kv, whole.kv) < 1e-5
+
+
 def test_states_a_million_tokens_apart():
     inputs = oracle.make(1, 10, 1, 8, 6)
     _, left = additive_scan(**inputs, return_state=True)

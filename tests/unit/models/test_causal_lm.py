@@ -1,5 +1,6 @@
 """The language model against its definition, written out."""
 
+import itertools
 import subprocess
 import sys
 
@@ -88,7 +89,7 @@ def test_packed_documents_equal_each_alone(changes: dict[str, object]) -> None:
     bounds = torch.tensor([0, 3, 8, 9, 16], dtype=torch.int32)
     packed = model(ids, ForwardContext(cu_seqlens=bounds)).logits.view(16, -1)
     flat = ids.view(-1)
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in itertools.pairwise(bounds):
         alone = model(flat[None, start:end]).logits[0]
         assert (packed[start:end] - alone).abs().max() < 1e-10 * alone.abs().max()
 
