@@ -24,6 +24,7 @@ def causal_scan(
     cu_seqlens: list[int] | None,
     key_mask: Tensor | None,
     initial: ScanState,
+    continued: bool,
     need_output: bool = True,
 ) -> tuple[Tensor | None, ScanState]:
     """See `scan.additive_scan`; inputs are in the computing dtype."""

@@ -125,10 +125,11 @@ def additive_scan(
     with torch.autocast(device_type=query.device.type, enabled=False):
         if causal:
             if exchange is not None:
-                _, local = module.causal_scan(*operands, **common, initial=identity, need_output=False)
+                _, local = module.causal_scan(*operands, **common, initial=identity, continued=False, need_output=False)
                 before = _received("prefix", exchange.prefix(local), sequences, query, value, theta, state_dtype)
                 initial = before if initial_state is None else merge_states(initial, before, common["theta"])
-            output, state = module.causal_scan(*operands, **common, initial=initial)
+            continued = initial_state is not None or exchange is not None
+            output, state = module.causal_scan(*operands, **common, initial=initial, continued=continued)
         else:
 
             def combine(local: ScanState) -> ScanState:

@@ -271,3 +271,27 @@ def test_a_float64_state_does_not_stall():
     assert stalled.sum.dtype == torch.float32 and float(stalled.sum[0, 0, 0]) == 1.0  # the documented limit
     assert state.sum.dtype == torch.float64 and abs(float(state.sum[0, 0, 0] - wanted)) < 1e-9
     assert abs(float(block.sum[0, 0, 0] - wanted)) < 1e-6
+
+
+def test_exchange_of_a_segment_across_ranks():
+    """The first segment of the second rank continues the last of the first; the other begins anew."""
+    inputs = oracle.make(1, 120, 2, 8, 6)
+
+    def single(leaves, _):
+        output, state = additive_scan(**leaves, cu_seqlens=torch.tensor([0, 30, 75, 120]), return_state=True)
+        return output, ScanState(*(x[1:] for x in state))
+
+    def ranked(leaves, _):
+        first, second = pieces_of(leaves, [50])
+        one, left = additive_scan(**first, cu_seqlens=torch.tensor([0, 30, 50]), return_state=True)
+        neutral = identity_state(1, 2, 8, 6, lrpe=True, dtype=torch.float64)
+        received = oracle.cat_states([ScanState(*(x[1:] for x in left)), neutral])
+        exchange = Ranks(leaves["theta"], [received], 1)
+        two, state = additive_scan(**second, cu_seqlens=torch.tensor([0, 25, 70]), exchange=exchange, return_state=True)
+        return torch.cat([one, two], 1), state
+
+    wanted, whole = with_gradients(single, inputs, None)
+    actual, state = with_gradients(ranked, inputs, None)
+    assert torch.equal(state.length, whole.length)
+    for one, other in zip(actual, wanted, strict=True):
+        assert oracle.relative(one, other) < 1e-10
