@@ -79,7 +79,7 @@ def lightnet(
         stop_when: polled; once it is true the command is sent SIGTERM, and still has to end with exit code 0.
     """
     print(f"$ lightnet {shown or shlex.join(arguments)}", flush=True)
-    environment = dict(os.environ)
+    environment = {"PYTHONWARNINGS": "ignore::UserWarning"} | os.environ  # megatron-core's, on what it does without
     if threads is not None:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
     command = [str(Path(sys.executable).with_name("lightnet")), *arguments]
@@ -118,7 +118,7 @@ def standard_library() -> list[Path]:
 def cut(path: Path, target: Path) -> Path:
     """One plain text as JSON lines of documents that end where a line does, so that some can be held out."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8")  # line ends as they are
     except (OSError, UnicodeDecodeError) as error:
         fail(f"corpus {path}: cannot be read as UTF-8 text ({error})")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def prepare(corpus: Path | None, data: Path, vocabulary: int) -> dict[str, Any]:
     print(f"corpus: {name}: {len(files):,} file(s), {size / 1e6:.1f} MB", flush=True)
 
     holdout = min(0.1, HELD_OUT_BYTES / max(size, 1))
-    options = ["--output", str(data), "--holdout", f"{holdout:.4f}", "--skip-bad", "--workers", str(cores())]
+    options = ["--output", str(data), "--holdout", f"{holdout:.4f}", "--skip-bad", "--workers", str(min(cores(), 1 + size // 50_000_000))]
     if size > 2000 * vocabulary:  # for less, lightnet prep finds the vocabulary that suits
         options += ["--vocab-size", str(vocabulary)]
     digest = hashlib.sha256(json.dumps(options).encode())
