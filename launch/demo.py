@@ -148,7 +148,8 @@ def prepare(corpus: Path | None, data: Path, vocabulary: int) -> dict[str, Any]:
     print(f"corpus: {name}: {len(files):,} file(s), {size / 1e6:.1f} MB", flush=True)
 
     holdout = min(0.1, HELD_OUT_BYTES / max(size, 1))
-    options = ["--output", str(data), "--holdout", f"{holdout:.4f}", "--skip-bad", "--workers", str(min(cores(), 1 + size // 50_000_000))]
+    workers = min(cores(), 1 + size // 50_000_000)  # starting one takes longer than encoding some megabytes
+    options = ["--output", str(data), "--holdout", f"{holdout:.4f}", "--skip-bad", "--workers", str(workers)]
     if size > 2000 * vocabulary:  # for less, lightnet prep finds the vocabulary that suits
         options += ["--vocab-size", str(vocabulary)]
     digest = hashlib.sha256(json.dumps(options).encode())
@@ -179,7 +180,7 @@ def fitted(config: Any, manifest: dict[str, Any]) -> list[str]:
     splits = manifest["splits"]
     train, held = (splits.get(name, {}).get("tokens", 0) for name in ("train", "validation"))
     if not held:
-        fail("the corpus is a single document, so none can be held out; give a folder, JSON lines or one plain text file")
+        fail("the corpus is a single document, so none can be held out; give a folder, JSON lines or a longer text")
     window = config.data.sequence_length
     while window > SHORTEST and window >= min(train, held):
         window //= 2
@@ -250,7 +251,9 @@ def demo(given: argparse.Namespace) -> None:
     held = json.loads((run / "heldout.json").read_text())
     scores = {"this model": held["bits_per_byte"]} | {k: v["bits_per_byte"] for k, v in held["baselines"].items()}
     events = ", ".join(f"{row['event']} at step {row['step']}" for row in rows(run) if "event" in row)
-    print(f"\n== done in {time.monotonic() - start:.0f} s\n" + "\n".join(f"{t:6.1f} s  {name}" for name, t in times.items()))
+    print(f"\n== done in {time.monotonic() - start:.0f} s")
+    for name, seconds in times.items():
+        print(f"{seconds:6.1f} s  {name}")
     print(f"events: {events}")
     print("held-out bits per byte: " + ", ".join(f"{name} {value:.3f}" for name, value in scores.items()))
     print(f"report: {run / 'report.html'}")

@@ -59,7 +59,14 @@ def test_standard_library_is_code_and_prose_without_tests(module):
 
 @pytest.mark.parametrize(
     "text",
-    ["line\n" * 5000, "x" * 20_000, "é\r\n" * 9000, "\n" * 9000, "short", "a\n" + "b" * 8_000 + "\n" + "c" * 7_999 + "\n"],
+    [
+        "line\n" * 5000,
+        "x" * 20_000,
+        "é\r\n" * 9000,
+        "\n" * 9000,
+        "short",
+        "a\n" + "b" * 8_000 + "\n" + "c" * 7_999 + "\n",
+    ],
 )
 def test_one_file_is_cut_into_documents_that_join_to_it(module, tmp_path, text):
     source = tmp_path / "text.txt"
