@@ -73,6 +73,7 @@ def generate(
     sampling: Sampling | None = None,
     stop_ids: Sequence[int] = (),
     state: ModelState | None = None,
+    vocab_size: int | None = None,
     **options: Any,
 ) -> Iterator[Tensor]:
     """Continue a prompt, token by token.
@@ -85,6 +86,7 @@ def generate(
         sampling: how they are drawn; or give its fields as keywords: greedy, temperature, top_k, top_p, seed.
         stop_ids: tokens that end a row. The token itself is still yielded; a row that ended repeats it until all have.
         state: of what was read before the prompt. It is not changed: several continuations may start from it.
+        vocab_size: only tokens below it are drawn, as a model may have more than its tokenizer. Padded rows never are.
 
     Yields:
         int64 [B] on the CPU, one token a row.
@@ -106,11 +108,17 @@ def generate(
             f"prompt: token {int(ids.max())} is not one of the model's {model.config.vocab_size}; "
             "it was cut with another model's tokenizer"
         )
-    return _generate(model, ids, max_tokens, sampling, list(stop_ids), state)
+    return _generate(model, ids, max_tokens, sampling, list(stop_ids), state, vocab_size)
 
 
 def _generate(
-    model: CausalLM, ids: Tensor, max_tokens: int, sampling: Sampling, stop_ids: list[int], state: ModelState | None
+    model: CausalLM,
+    ids: Tensor,
+    max_tokens: int,
+    sampling: Sampling,
+    stop_ids: list[int],
+    state: ModelState | None,
+    vocab_size: int | None,
 ) -> Iterator[Tensor]:
     generators = sampling.generators(ids.shape[0])
     stops = torch.tensor(stop_ids, dtype=torch.int64)
@@ -119,7 +127,7 @@ def _generate(
     for _ in range(max_tokens):
         reading = read(model, ids, state)
         state = reading.state
-        drawn = choose(reading.logits, sampling, generators).cpu()
+        drawn = choose(reading.logits[:, :vocab_size], sampling, generators).cpu()
         last = torch.where(ended, last, drawn)
         yield last
         ended = ended | torch.isin(last, stops)
@@ -153,7 +161,14 @@ class TextStream:
         self.prompt_ids = after_document_end(tokenizer.encode(prompt), tokenizer.eod_id)
         self.ids: list[int] = []
         self.ended = False
-        self._tokens = generate(model, self.prompt_ids, max_tokens, sampling=sampling, stop_ids=[tokenizer.eod_id])
+        self._tokens = generate(
+            model,
+            self.prompt_ids,
+            max_tokens,
+            sampling=sampling,
+            stop_ids=[tokenizer.eod_id],
+            vocab_size=tokenizer.vocab_size,
+        )
 
     def __iter__(self) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

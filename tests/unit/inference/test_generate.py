@@ -103,16 +103,21 @@ def test_seed_decides_the_text(loaded: Loaded) -> None:
     assert text(top_p=1e-9, seed=3) == text(greedy=True)
 
 
-def test_padded_rows_of_the_vocabulary_are_never_drawn(loaded: Loaded) -> None:
-    """Their logits are 0, so where all others are very negative they would win."""
-    model = CausalLM(loaded.config.model).eval()
+@pytest.mark.parametrize("options", [{"greedy": True}, {"seed": 1}, {"top_k": 330, "temperature": 5.0}])
+def test_rows_that_no_token_has_are_never_drawn(loaded: Loaded, options: dict[str, float]) -> None:
+    """Padded rows have logits of 0, so they win where all others are negative; so do rows beyond the tokenizer."""
+    model = CausalLM(loaded.config.model.model_copy(update={"tie_embeddings": False})).eval()
     initialize(model, 0)
+    assert model.head is not None
     with torch.no_grad():
-        model.embedding.weight[:330] = 0
-        model.embedding.weight[:330, 0] = 5.0
-    assert model.embedding.weight.shape[0] > 330
-    for options in ({"greedy": True}, {"seed": 1}, {"top_k": 330, "temperature": 5.0}):
+        model.embedding.weight.abs_()
+        model.head.weight[:330] = -model.embedding.weight[:330] - 0.1
+        raw = model(torch.tensor([[1]])).logits[0, 0]
+        assert int(raw.argmax()) >= 330  # unmasked, padding would be drawn
         assert all(int(t) < 330 for t in generate(model, [1], 20, **options))
+        model.head.weight[300:330] = 0.0
+        assert all(int(t) < 300 for t in generate(model, [1], 20, vocab_size=300, **options))
+        assert any(int(t) >= 300 for t in generate(model, [1], 20, **options))
 
 
 def test_legal_and_illegal_amounts(loaded: Loaded) -> None:
