@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from lightnet_llm.errors import UserError
 from lightnet_llm.inference.sampling import Sampling, choose, draw, keep_top_k, keep_top_p
 
-# Probabilities 0.5, 0.25, 0.125, 0.0625, 0.0625, shuffled: exact in binary, so that edges are edges.
 PROBABILITIES = [0.0625, 0.5, 0.125, 0.25, 0.0625]
 LOGITS = torch.tensor([PROBABILITIES], dtype=torch.float64).log()
 
@@ -41,6 +40,11 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(p: float, tokens: set[int])
 )
 def test_top_k(k: int, tokens: set[int]) -> None:
     assert kept(keep_top_k(LOGITS, k)) == tokens
+
+
+@pytest.mark.parametrize(("p", "tokens"), [(0.25, {0}), (0.26, {0, 1}), (0.5, {0, 1}), (0.75, {0, 1, 2})])
+def test_top_p_reached_exactly_is_enough(p: float, tokens: set[int]) -> None:
+    assert kept(keep_top_p(torch.zeros(1, 4, dtype=torch.float64), p)) == tokens
 
 
 def test_top_p_after_top_k_renormalises() -> None:
