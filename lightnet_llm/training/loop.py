@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -129,7 +130,6 @@ class Trainer:
             self.ranks.on_rank_zero(lambda: self.folder.mark_finished(state.step))
         if self.metrics is not None:
             self.metrics.event(state.step, "finished" if state.step == budget.steps else "stopped")
-            self.metrics.close()
 
     @staticmethod
     def _due(step: int, interval: int) -> bool:
@@ -196,8 +196,10 @@ class Trainer:
         except (OSError, RuntimeError) as error:
             problem = f"{type(error).__name__}: {error}"
         if self.ranks.any(problem is not None):
+            free = shutil.disk_usage(root).free / 2**20
             raise UserError(
-                f"checkpoint of step {step} could not be written ({problem or 'on another rank'}); older ones are intact"
+                f"checkpoint of step {step} could not be written ({problem or 'on another rank'}; {free:.0f} MiB free in "
+                f"{root}); older ones are intact"
             )
 
         def finish() -> None:
@@ -249,6 +251,10 @@ def run(config: RunConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: setattr(trainer, "interrupted", True))
     trainer.restore()
-    trainer.train()
+    try:
+        trainer.train()
+    finally:  # an error message starts on a line of its own, below the progress bar
+        if trainer.metrics is not None:
+            trainer.metrics.close()
     ranks.on_rank_zero(folder.clear_stop)
     return trainer.state.step

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from lightnet_data import manifest as manifests
 
 from ..config import RunConfig, dump_config, validate
 from ..errors import UserError
@@ -136,6 +137,8 @@ class RunFolder:
             file.write(json.dumps(facts) + "\n")
         if tokenizer is not None and not (self.path / tokenizer.name).exists():
             shutil.copyfile(tokenizer, self.path / tokenizer.name)
+            facts = manifests.load(tokenizer.parent)  # names the end-of-document token, which a bare file may not
+            manifests.save(self.path, {key: facts[key] for key in ("format", "format_version", "tokenizer")})
 
     def _git(self) -> dict[str, Any] | None:
         def git(*arguments: str) -> str:

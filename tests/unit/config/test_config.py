@@ -156,3 +156,15 @@ def test_documentation_lists_every_field() -> None:
     scope: dict[str, object] = {"__name__": "page", "__file__": str(docs / "make_configuration.py")}
     exec((docs / "make_configuration.py").read_text(), scope)
     assert (docs / "configuration.md").read_text() == scope["page"](), "run python docs/make_configuration.py"  # type: ignore[operator]
+
+
+def test_vocabulary_smaller_than_the_tokenizers(small: Path, tmp_path: Path) -> None:
+    from lightnet_data import manifest
+
+    (tmp_path / "data").mkdir()
+    facts = {"format": manifest.FORMAT, "format_version": 1, "tokenizer": {"vocab_size": 101, "eod_id": 0}}
+    manifest.save(tmp_path / "data", facts)
+    arguments = ["train", str(small), f"data.path={tmp_path}/data", f"train.output={tmp_path}/runs", "--gpus", "1"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1 and "set model.vocab_size=101 or more" in result.output
+    assert not (tmp_path / "runs").exists()
