@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -120,15 +121,17 @@ def _environment(world: int) -> dict[str, str]:
 
 def _supervise(process: subprocess.Popen[bytes], request_stop: Any) -> int:
     """Wait for the launcher; the first SIGTERM or Ctrl-C asks the ranks to save and stop, the second kills them."""
-    asked = False
+    asked: float | None = None
 
     def handle(number: int, _frame: object) -> None:
         nonlocal asked
-        if asked:
+        if asked is not None and time.monotonic() - asked < 2.0:
+            return  # the same request, delivered to the process and to its group
+        if asked is not None:
             click.echo("second signal: killing the ranks", err=True)
             os.killpg(process.pid, signal.SIGKILL)
             return
-        asked = True
+        asked = time.monotonic()
         click.echo("stop requested: the ranks save after the step they are in (again to kill them)", err=True)
         request_stop()
 
