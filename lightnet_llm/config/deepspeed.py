@@ -27,12 +27,13 @@ def effective_zero_stage(config: RunConfig) -> int:
     return 1 if stage == 0 and config.train.precision == "bf16" else stage
 
 
-def deepspeed_config(config: RunConfig, data_parallel: int) -> dict[str, Any]:
+def deepspeed_config(config: RunConfig, data_parallel: int, sequence_parallel: int = 1) -> dict[str, Any]:
     """Everything DeepSpeed is told.
 
     Args:
         config: the run.
         data_parallel: ranks that read different samples.
+        sequence_parallel: ranks that share each sample; DeepSpeed is told that data = data x sequence.
 
     Raises:
         UserError: the pass-through sets a field that belongs to a section of ours.
@@ -43,7 +44,7 @@ def deepspeed_config(config: RunConfig, data_parallel: int) -> dict[str, Any]:
     micro = config.train.micro_batch
     batch = config.train.global_batch
     derived: dict[str, Any] = {
-        "train_batch_size": batch,
+        "train_batch_size": batch * sequence_parallel,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": batch // (micro * data_parallel),
         "gradient_clipping": config.optimizer.clip or NO_CLIP,

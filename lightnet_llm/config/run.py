@@ -159,6 +159,10 @@ class RunConfig(Section):
                 f"parallel.zero_stage {self.parallel.zero_stage} cannot be combined with parallel.pipeline "
                 f"{self.parallel.pipeline}; the pipeline engine takes zero_stage: 1"
             )
-        if self.parallel.sequence > 1:
-            raise ValueError("parallel.sequence above 1 is not available yet; use parallel.sequence: 1")
+        if self.data.sequence_length % self.parallel.sequence:
+            tokens, ranks = self.data.sequence_length, self.parallel.sequence
+            raise ValueError(
+                f"parallel.sequence {ranks} must divide data.sequence_length {tokens}; the nearest length that it "
+                f"divides is {max(1, round(tokens / ranks)) * ranks}"
+            )
         return self

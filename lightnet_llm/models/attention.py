@@ -49,11 +49,12 @@ class LightNetAttention(nn.Module):
         decay = None
         if self.config.decay == "independent":
             decay = self.decay_up(enter(self.decay_down(x))).view(shape)
+        theta = self.lrpe() if self.lrpe is not None else None
         result = additive_scan(
             query,
             key,
             value,
-            theta=self.lrpe() if self.lrpe is not None else None,
+            theta=theta,
             coordinates=context.coordinates,
             decay=decay,
             cu_seqlens=context.cu_seqlens,
@@ -61,7 +62,7 @@ class LightNetAttention(nn.Module):
             initial_state=state,
             causal=self.config.causal,
             return_state=return_state,
-            exchange=context.exchange,
+            exchange=context.exchange and context.exchange.scan(theta),
         )
         out, after = result if return_state else (result, None)
         out = self.norm(out).flatten(-2) * torch.sigmoid(gate)  # the scan's output may have any strides

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..config.model import ModelConfig
 from .block import Block
 from .context import ForwardContext, ModelState
-from .dropout import DropoutKey, dropout
+from .dropout import dropout
 from .layers import PlainLayers
 from .norms import Norm
 from .tpe import ToeplitzEncoding
@@ -122,16 +122,6 @@ def project(hidden: Tensor, weight: Tensor, norm: nn.Module, layers: PlainLayers
 def build_head(config: ModelConfig, layers: PlainLayers) -> nn.Module:
     """An untied head: the same vocabulary-split weight as an embedding."""
     return layers.embedding(config.vocab_size, config.width, config.initializer_std)
-
-
-def training_context(
-    cu_seqlens: Tensor | None, sample_ids: Tensor | None, tokens: int, config: ModelConfig, seed: int, step: int | None
-) -> ForwardContext:
-    """The context of a training pass; ``step`` None (evaluation) turns dropout off."""
-    key = None
-    if step is not None and config.dropout > 0 and sample_ids is not None:
-        key = DropoutKey(seed, step, sample_ids, tokens)
-    return ForwardContext(cu_seqlens=cu_seqlens, dropout=key)
 
 
 def masked_mean(nll: Tensor, labels: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ class ForwardContext:
         key_mask: bool [B, N], true for real tokens.
         coordinates: int [N, axes] positions of a bidirectional model's tokens.
         dropout: key of the dropout masks, None outside training.
-        exchange: state exchange over sequence-parallel ranks, None on one.
+        exchange: over sequence-parallel ranks, None on one: ``scan(theta)`` and ``toeplitz(decay)`` give what the two
+            scans take.
     """
 
     cu_seqlens: Tensor | None = None

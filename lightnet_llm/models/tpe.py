@@ -80,7 +80,7 @@ class ToeplitzEncoding(nn.Module):
                 key_mask=context.key_mask,
                 initial_state=state,
                 return_state=return_state,
-                exchange=context.exchange,
+                exchange=context.exchange and context.exchange.toeplitz(decay[0]),
             )
             y, after = result if isinstance(result, tuple) else (result, None)
             return x + y, after

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..config.run import ParallelConfig
 from ..errors import UserError
+from .sequence import SequencePlace
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,9 @@ class Groups:
         self.data_group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.model_group: Any = parallel_state.get_model_parallel_group()
         self.data_size = layout.data * layout.sequence
+        sequence_group: Any = parallel_state.get_context_parallel_group()
+        sequence = SequencePlace(self.place["sequence"], layout.sequence, sequence_group)
+        self.sequence = sequence if layout.sequence > 1 else None
         self.topology = PipeModelDataParallelTopology(
             num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=self.data_size
         )

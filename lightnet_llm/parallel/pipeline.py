@@ -15,22 +15,24 @@ from torch import Tensor, nn
 
 from ..config.model import ModelConfig
 from ..models.block import Block
-from ..models.causal_lm import build_head, embed, masked_mean, project, training_context
+from ..models.causal_lm import build_head, embed, masked_mean, project
 from ..models.context import ForwardContext
 from ..models.layers import PlainLayers
 from ..models.norms import Norm
 from ..models.tpe import ToeplitzEncoding
 from .layout import Groups
+from .sequence import SequencePlace, training_context
 
 Payload = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass
 class Clock:
-    """Where the run stands; dropout masks depend on it. ``step`` is None during evaluation."""
+    """What every pass must know: the step (dropout masks depend on it; None in evaluation) and who shares its rows."""
 
     seed: int
     step: int | None = None
+    place: SequencePlace | None = None
 
 
 def pad_segments(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -54,14 +56,9 @@ class _Stage(nn.Module):
         """The forward context that travels beside the activations."""
         _, sample_ids, cu_seqlens = payload
         tokens = (cu_seqlens.numel() - 1) // sample_ids.numel()
-        return training_context(
-            _trim(cu_seqlens),
-            sample_ids,
-            tokens,
-            self.config,
-            self.clock.seed,
-            self.clock.step if self.training else None,
-        )
+        step = self.clock.step if self.training else None
+        bounds = _trim(cu_seqlens)
+        return training_context(bounds, sample_ids, tokens, self.config, self.clock.seed, step, self.clock.place)
 
 
 class EmbeddingStage(_Stage):

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from ..checkpoint.weights import load_into, load_weights
 from ..config.deepspeed import NO_CLIP, deepspeed_config, effective_zero_stage
 from ..config.run import RunConfig
-from ..models.causal_lm import CausalLM, masked_mean, training_context
+from ..models.causal_lm import CausalLM, masked_mean
 from ..models.layers import PlainLayers
 from ..models.parameters import initialize, spec_of
 from ..parallel.layout import Groups
 from ..parallel.megatron import MegatronLayers
 from ..parallel.pipeline import Clock, PipelinedCausalLM, pad_segments
+from ..parallel.sequence import training_context
 from .norms import group_norms
 from .optimizer import build_optimizer
 
@@ -76,7 +77,7 @@ class Engine:
         self.measure_groups = False
         self.group_norms: dict[str, dict[str, float]] | None = None
         self.last_batch: Batch | None = None
-        self.clock = Clock(config.train.seed)
+        self.clock = Clock(config.train.seed, place=groups.sequence)
         self.layers = build_layers(groups)
         model = self._build_model()
         initialize(model, config.train.seed, self.layers.tensor_rank)
@@ -86,7 +87,7 @@ class Engine:
             self.engine, self.optimizer, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=build_optimizer(model, config.optimizer),
-                config=deepspeed_config(config, groups.data_size),
+                config=deepspeed_config(config, groups.layout.data, groups.layout.sequence),
                 mpu=self._mpu(),
                 dist_init_required=False,
             )
@@ -139,13 +140,27 @@ class Engine:
 
     def _loss(self, batch: Batch) -> Tensor:
         input_ids, labels = batch["input_ids"], batch["labels"]
-        step = self.clock.step if self.module.training else None
+        step, place = self.clock.step if self.module.training else None, self.clock.place
         context = training_context(
-            batch["cu_seqlens"], batch["sample_ids"], input_ids.shape[1], self.config.model, self.clock.seed, step
+            batch["cu_seqlens"],
+            batch["sample_ids"],
+            input_ids.shape[1],
+            self.config.model,
+            self.clock.seed,
+            step,
+            place,
         )
+        if place is not None:
+            input_ids, labels = place.part(input_ids), place.part(labels)
         logits = self.engine(input_ids, context).logits
         nll = self.layers.cross_entropy(logits, labels.clamp(min=0), self.config.model.vocab_size)
         return masked_mean(nll, labels)
+
+    def _set_batch(self, samples: int) -> None:
+        """DeepSpeed counts sequence-parallel ranks as data-parallel ones, and so each sample once a rank."""
+        counted = samples * self.groups.layout.sequence
+        if self.engine.train_batch_size() != counted:
+            self.engine.set_train_batch_size(counted)
 
     def train_step(self, batches: Iterator[Batch], step: int, global_batch: int) -> Tensor:
         """One optimiser step.
@@ -160,8 +175,7 @@ class Engine:
         """
         self.engine.train()
         self.clock.step = step
-        if self.engine.train_batch_size() != global_batch:
-            self.engine.set_train_batch_size(global_batch)
+        self._set_batch(global_batch)
         micro_batches = self.engine.gradient_accumulation_steps()
         total = torch.zeros((), device=self.device)
         for index in range(micro_batches):
@@ -222,15 +236,17 @@ class PipelineEngine(Engine):
 
     def _payloads(self, batches: Iterator[Batch]) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
         for batch in batches:
-            segments = pad_segments(batch["cu_seqlens"], batch["input_ids"].numel())
-            yield (batch["input_ids"], batch["sample_ids"], segments), batch["labels"]
+            input_ids, labels, place = batch["input_ids"], batch["labels"], self.clock.place
+            segments = pad_segments(batch["cu_seqlens"], input_ids.numel())
+            if place is not None:
+                input_ids, labels = place.part(input_ids), place.part(labels)
+            yield (input_ids, batch["sample_ids"], segments), labels
 
     def train_step(self, batches: Iterator[Batch], step: int, global_batch: int) -> Tensor:
         """One optimiser step through the pipeline; the loss is already averaged over all ranks."""
         self.clock.step = step
         self.module.train()
-        if self.engine.train_batch_size() != global_batch:
-            self.engine.set_train_batch_size(global_batch)
+        self._set_batch(global_batch)
         return self.engine.train_batch(self._payloads(batches)).detach().float()
 
     def evaluate(self, batches: Iterator[Batch], micro_batches: int) -> Tensor:

@@ -34,17 +34,18 @@ class Trainer:
     def __init__(self, config: RunConfig, folder: RunFolder, groups: Groups, ranks: Agreement, device: torch.device):
         self.config, self.folder, self.groups, self.ranks, self.device = config, folder, groups, ranks, device
         self.rank = ranks.rank
-        self.budget = budget_of(config, groups.data_size)
+        self.budget = budget_of(config, groups.layout.data)
         self.engine: Engine = build_engine(config, groups, device, self._initial_weights(config))
         self.state = RunState()
         self.interrupted = False
         self.metrics: MetricsWriter | None = None
-        data_rank = groups.get_data_parallel_rank() if groups.layout.pipeline == 1 else groups.place["data"]
+        self.data_rank = groups.place["data"]
         self.validation = [
-            data.ValidationSet(name, prefix, config, data_rank, groups.data_size)
+            data.ValidationSet(name, prefix, config, self.data_rank, groups.layout.data)
             for name, prefix in data.validation_prefixes(config).items()
         ]
-        self.data_rank = data_rank
+        # One rank of those that hold the same parameters speaks for them.
+        self.speaks = groups.place["data"] == 0 and groups.place["sequence"] == 0
 
     def _initial_weights(self, config: RunConfig) -> Path | None:
         """The checkpoint that ``train.init_from`` names, unless there is a run to resume."""
@@ -87,7 +88,7 @@ class Trainer:
             self.metrics = MetricsWriter(self.folder.path, state.step, budget.steps)
             if state.step:
                 self.metrics.event(state.step, "resumed")
-        batches = data.training_batches(config, budget, self.data_rank, self.groups.data_size, state.step)
+        batches = data.training_batches(config, budget, self.data_rank, self.groups.layout.data, state.step)
         parameters, saved = self._count(), state.step
         window_start, window_tokens = time.perf_counter(), 0
         while state.step < end:
@@ -142,7 +143,7 @@ class Trainer:
             for p in self.engine.module.parameters()
             if not getattr(p, "ds_pipe_replicated", False)
         )
-        return self.ranks.sum(local if self.groups.place["tensor"] == 0 and self.data_rank == 0 else 0)
+        return self.ranks.sum(local if self.groups.place["tensor"] == 0 and self.speaks else 0)
 
     def _report(self, loss: float, rate: float, first: int, tokens: int, seconds: float, parameters: int) -> None:
         norm = self.engine.gradient_norm()
@@ -191,7 +192,7 @@ class Trainer:
                 tensor_rank=self.groups.place["tensor"],
                 tensor_size=self.groups.layout.tensor,
                 zero_stage=self.engine.zero_stage,
-                writes=self.data_rank == 0,
+                writes=self.speaks,
             )
         except (OSError, RuntimeError) as error:
             problem = f"{type(error).__name__}: {error}"
@@ -234,7 +235,7 @@ def run(config: RunConfig) -> int:
         folder.check()
         tokenizer = data.check_tokenizer(config)
         data.validation_prefixes(config)
-        budget = budget_of(config, groups.data_size)
+        budget = budget_of(config, layout.data)
         done = folder.finished_step() if config.train.resume != "never" else None
         if done is not None and done >= budget.steps:
             return done

@@ -20,6 +20,13 @@ def drop_input_gradient_sum() -> None:
     megatron.MegatronLayers.enter = lambda self, x: x  # type: ignore[method-assign]
 
 
+def drop_state_merge() -> None:
+    """Sequence-parallel ranks start every segment afresh."""
+    from lightnet_llm.parallel import sequence
+
+    sequence._Chain._spread = lambda self, row_state, like: like  # type: ignore[method-assign]
+
+
 def double_replicated_norm() -> None:
     """Every parameter claims to be split, so that replicated ones count once per rank in the gradient norm."""
     from lightnet_llm.models import parameters

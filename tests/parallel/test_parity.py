@@ -1,6 +1,6 @@
 """Every layout gives the run of one process (law 3): 20 fp32 steps, losses 1e-5, gradient norms 1e-4 relative.
 
-The tiny model's norms use eps 1e-3: the norm after the scan divides by |o|, which passes through zero at
+The tiny model's norms use eps 1e-2: the norm after the scan divides by |o|, which passes through zero at
 initialisation; with 1e-5 a rounding difference there is amplified tenfold a step, in one process under another
 micro-batch just as between layouts.
 """
@@ -12,23 +12,44 @@ import pytest
 
 from tests.conftest import Ranks, steps_of
 
+SLOW = pytest.mark.slow
 LAYOUTS = {
     "tp2": (2, ["parallel.tensor=2"]),
     "dp2_zero0": (2, ["parallel.zero_stage=0"]),
-    "dp2_zero1": (2, ["parallel.zero_stage=1"]),
     "dp2_zero2": (2, ["parallel.zero_stage=2"]),
     "dp2_zero3": (2, ["parallel.zero_stage=3"]),
     "pp2": (2, ["parallel.pipeline=2"]),
+    "sp2": (2, ["parallel.sequence=2"]),
     "micro_batch": (1, ["train.micro_batch=4"]),
     "tp2_pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2"]),
-    "tp2_dp2_zero3": (4, ["parallel.tensor=2", "parallel.zero_stage=3"]),
 }
-HARD = {
+SLOW_LAYOUTS = {
+    "dp2_zero1": (2, ["parallel.zero_stage=1"]),
+    "tp2_dp2_zero3": (4, ["parallel.tensor=2", "parallel.zero_stage=3"]),
+    "sp4": (4, ["parallel.sequence=4"]),
+    "sp2_zero3": (2, ["parallel.sequence=2", "parallel.zero_stage=3"]),
+    "sp2_tp2": (4, ["parallel.sequence=2", "parallel.tensor=2"]),
+    "sp2_pp2": (4, ["parallel.sequence=2", "parallel.pipeline=2"]),
+    "sp2_dp2": (4, ["parallel.sequence=2"]),
+    "tp2_pp2_sp2": (8, ["parallel.sequence=2", "parallel.tensor=2", "parallel.pipeline=2"]),
+}
+VARIANTS = {
     "dropout": ["model.dropout=0.2"],
     "independent": ["model.decay=independent"],
     "layer_norm_untied": ["model.norm=layer", "model.tie_embeddings=false"],
 }
-HARD_LAYOUTS = {"tp2": (2, ["parallel.tensor=2"]), "pp2": (2, ["parallel.pipeline=2"]), "dp2": (2, [])}
+VARIANT_CASES = [
+    ("dropout", "tp2"),
+    ("independent", "sp2"),
+    ("layer_norm_untied", "pp2"),
+    pytest.param("dropout", "pp2", marks=SLOW),
+    pytest.param("dropout", "sp2", marks=SLOW),
+    pytest.param("dropout", "dp2_zero2", marks=SLOW),
+    pytest.param("independent", "tp2", marks=SLOW),
+    pytest.param("independent", "pp2", marks=SLOW),
+    pytest.param("layer_norm_untied", "tp2", marks=SLOW),
+    pytest.param("layer_norm_untied", "sp2", marks=SLOW),
+]
 
 
 class Baselines:
@@ -60,53 +81,61 @@ def differences(run: dict[int, tuple[Any, ...]], base: dict[int, tuple[Any, ...]
     return loss, norm
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=SLOW) for name in SLOW_LAYOUTS)])
 def test_layout_equals_one_process(name: str, ranks: Ranks, tiny: Path, tmp_path: Path, baselines: Baselines) -> None:
-    world, overrides = LAYOUTS[name]
+    world, overrides = {**LAYOUTS, **SLOW_LAYOUTS}[name]
     base = baselines.get([])
     assert base[1][0] - base[20][0] > 1.0, "the loss must fall by a nat, or equality means little"
-    assert all(norm > 0.5 for _, norm, _ in base.values()), "clipping must be active"
+    assert all(norm > 0.4 for _, norm, _ in base.values()), "clipping must be active"
     run = steps_of(ranks.train(world, tiny, overrides, tmp_path, name), "loss", "grad_norm", "samples")
     loss, norm = differences(run, base)
     assert loss < 1e-5 and norm < 1e-4, f"{name}: loss {loss:.1e}, gradient norm {norm:.1e}"
 
 
-@pytest.mark.parametrize("layout", HARD_LAYOUTS)
-@pytest.mark.parametrize("variant", HARD)
+@pytest.mark.parametrize(("variant", "layout"), VARIANT_CASES)
 def test_variant_in_layout(
     variant: str, layout: str, ranks: Ranks, tiny: Path, tmp_path: Path, baselines: Baselines
 ) -> None:
-    world, overrides = HARD_LAYOUTS[layout]
-    rows = ranks.train(world, tiny, HARD[variant] + overrides, tmp_path, "run")
-    loss, norm = differences(steps_of(rows, "loss", "grad_norm", "samples"), baselines.get(HARD[variant]))
+    world, overrides = LAYOUTS[layout]
+    base = baselines.get(VARIANTS[variant])
+    assert base[1][0] - base[20][0] > 1.0, f"{variant} must train"
+    rows = ranks.train(world, tiny, VARIANTS[variant] + overrides, tmp_path, "run")
+    loss, norm = differences(steps_of(rows, "loss", "grad_norm", "samples"), base)
     assert loss < 1e-5 and norm < 1e-4, f"{variant} {layout}: loss {loss:.1e}, gradient norm {norm:.1e}"
 
 
-@pytest.mark.parametrize("fault", ["drop_row_reduction", "drop_input_gradient_sum", "double_replicated_norm"])
+FAULTS = {
+    "drop_row_reduction": "parallel.tensor=2",
+    "drop_input_gradient_sum": "parallel.tensor=2",
+    "double_replicated_norm": "parallel.tensor=2",
+    "drop_state_merge": "parallel.sequence=2",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_seen(fault: str, ranks: Ranks, tiny: Path, tmp_path: Path, baselines: Baselines) -> None:
     base = baselines.get([])
-    rows = ranks.train(2, tiny, ["parallel.tensor=2"], tmp_path, "planted", plant=fault)
+    rows = ranks.train(2, tiny, [FAULTS[fault]], tmp_path, "planted", plant=fault)
     loss, norm = differences(steps_of(rows, "loss", "grad_norm", "samples"), base)
     assert loss > 1e-5 or norm > 1e-4, f"{fault} went unnoticed"
 
 
 @pytest.mark.parametrize(
-    ("world", "overrides"),
+    "overrides",
     [
-        (2, ["parallel.zero_stage=2"]),
-        (2, ["parallel.zero_stage=3"]),
-        (2, ["parallel.tensor=2"]),
-        (2, ["parallel.tensor=2", "parallel.zero_stage=3"]),
-        (2, ["parallel.pipeline=2"]),
+        ["parallel.zero_stage=3"],
+        ["parallel.pipeline=2"],
+        pytest.param(["parallel.zero_stage=2"], marks=SLOW),
+        pytest.param(["parallel.tensor=2"], marks=SLOW),
+        pytest.param(["parallel.sequence=2"], marks=SLOW),
+        pytest.param(["parallel.tensor=2", "parallel.zero_stage=3"], marks=SLOW),
     ],
-    ids=["zero2", "zero3", "tp2", "tp2_zero3", "pp2"],
+    ids=" ".join,
 )
-def test_bf16_layouts(
-    world: int, overrides: list[str], ranks: Ranks, tiny: Path, tmp_path: Path, baselines: Baselines
-) -> None:
-    """bf16: losses within 2e-3 nats, gradient norms within 2 % of one process in bf16, eps 1e-2 (see above)."""
-    common = ["train.precision=bf16", "model.norm_eps=1e-2"]
-    rows = ranks.train(world, tiny, common + overrides, tmp_path, "run")
+def test_bf16_layouts(overrides: list[str], ranks: Ranks, tiny: Path, tmp_path: Path, baselines: Baselines) -> None:
+    """bf16: losses within 2e-3 nats, gradient norms within 2 % of one process in bf16."""
+    common = ["train.precision=bf16"]
+    rows = ranks.train(2, tiny, common + overrides, tmp_path, "run")
     loss, norm = differences(steps_of(rows, "loss", "grad_norm", "samples"), baselines.get(common))
     assert loss < 2e-3 and norm < 2e-2, f"loss {loss:.1e}, gradient norm {norm:.1e}"
 

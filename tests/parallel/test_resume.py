@@ -18,12 +18,16 @@ CASES = {
     "bf16": (1, ["train.precision=bf16"]),
     "bf16_zero3": (2, ["train.precision=bf16", "parallel.zero_stage=3"]),
     "bf16_pp2": (2, ["train.precision=bf16", "parallel.pipeline=2"]),
+    "sp2": (2, ["parallel.sequence=2"]),
     "ramp": (1, ["train.batch_ramp=[{until_step: 3, batch: 2},{until_step: 9, batch: 4}]"]),
 }
 DROPOUT = ["model.dropout=0.2"]
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("zero1_dp2", "bf16_zero3", "bf16_pp2")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
 def test_resumed_equals_unstopped(name: str, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """Stopped inside warm-up (step 2) and again at step 9, in fresh processes."""
     world, overrides = CASES[name]
