@@ -1,6 +1,6 @@
 """Kernels of LightNet: the additive scan, the Toeplitz scan of MD-TPE, and their states."""
 
-from .scan import ScanExchange, additive_scan
+from .scan import ScanExchange, additive_scan, backends
 from .state import (
     ScanState,
     ToeplitzState,
@@ -17,6 +17,7 @@ __all__ = [
     "ToeplitzExchange",
     "ToeplitzState",
     "additive_scan",
+    "backends",
     "identity_state",
     "merge_states",
     "merge_toeplitz_states",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, batch: int, tokens: i
         raise ValueError(f"{name}: cu_seqlens has shape {tuple(cu_seqlens.shape)}; expected [segments + 1], at least 2")
     if batch != 1:
         raise ValueError(f"{name}: cu_seqlens needs B = 1 but B = {batch}; flatten the batch to [1, B * N, ...]")
-    bounds: list[int] = cu_seqlens.tolist()
+    bounds = _as_list(cu_seqlens)
     if bounds[0] != 0:
         raise ValueError(f"{name}: cu_seqlens[0] is {bounds[0]}; the first boundary must be 0")
     for i in range(1, len(bounds)):
@@ -107,6 +108,19 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, batch: int, tokens: i
             f"{name}: cu_seqlens[{len(bounds) - 1}] = {bounds[-1]}, the last, must be N = {tokens}; append it"
         )
     return bounds
+
+
+_last_list: tuple[Any, int, list[int]] | None = None
+
+
+def _as_list(cu_seqlens: Tensor) -> list[int]:
+    """tolist(), remembered for the last tensor: it waits for the device, and all layers of a model share one."""
+    global _last_list
+    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():
+        return list(cu_seqlens.tolist())
+    if _last_list is None or _last_list[0]() is not cu_seqlens or _last_list[1] != cu_seqlens._version:
+        _last_list = (weakref.ref(cu_seqlens), cu_seqlens._version, cu_seqlens.tolist())
+    return _last_list[2]
 
 
 def check_state_tensors(name: str, where: str, expected: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -35,14 +39,44 @@ class ScanExchange(Protocol):
         ...
 
 
-# The one place to add a backend: a module with causal_scan and bidirectional_scan of these signatures.
+# The one place to add a backend: a module with causal_scan and bidirectional_scan of these signatures. "triton" takes
+# the inputs in their own dtype instead, and only what its `unsupported` lets through.
 _BACKENDS: dict[str, Any] = {"reference": reference, "torch": torch_scan}
 
 
-def choose_backend(backend: str, query: Tensor, decay: Tensor | None) -> str:
-    """Resolve "auto" for these inputs."""
-    check_backend("additive_scan", backend, ("auto", *_BACKENDS))
-    return "torch" if backend == "auto" else backend
+@functools.cache
+def _triton() -> ModuleType | None:
+    """The Triton backend, imported on first use: Triton is not a core dependency."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        return importlib.import_module(".triton_scan", __package__)
+    except (ImportError, AttributeError):  # a Triton that this code does not know
+        return None
+
+
+def backends() -> list[str]:
+    """Names that `backend` of `additive_scan` takes on this machine, apart from "auto"."""
+    return [*_BACKENDS, *(["triton"] if _triton() is not None else [])]
+
+
+def choose_backend(backend: str, query: Tensor, **request: Any) -> str:
+    """Resolve "auto" for these inputs; `request` as for `triton_scan.unsupported`."""
+    check_backend("additive_scan", backend, ("auto", *_BACKENDS, "triton"))
+    if backend == "auto":
+        if query.device.type != "cuda" or query.shape[1] == 1:
+            return "torch"
+        triton = _triton()
+        return "torch" if triton is None or triton.unsupported(query, **request) else "triton"
+    if backend == "triton":
+        triton = _triton()
+        reason = "machines without triton 3.6" if triton is None else triton.unsupported(query, **request)
+        if reason:
+            raise ValueError(
+                f"additive_scan: backend 'triton' does not take {reason}; use backend='auto', which falls back to "
+                "'torch' there"
+            )
+    return backend
 
 
 def additive_scan(
@@ -86,20 +120,46 @@ def additive_scan(
     return_state: also return the state after all tokens, earlier ones included. Its angle 0 is the next token; in a
         bidirectional call with coordinates it is coordinate 0, and such states are merged without theta.
     exchange: sequence parallelism, see `ScanExchange`.
-    backend: "auto", "reference" (O(N^2 D), the specification) or "torch".
+    backend: "auto", "reference" (O(N^2 D), the specification), "torch" or "triton" (GPU; causal, without decay,
+        key_mask and exchange; inputs bfloat16, float16 or float32, the same for all three; no gradients through states).
+        "auto" is "triton" on a GPU where it does the case, else "torch".
 
     Returns the output [B, N, H, Dv] in value's dtype (0 at masked tokens), or (output, state).
     Gradients reach every floating-point input and initial_state's sum and kv; states' max is a constant.
     Raises ValueError for arguments that do not fit, naming the argument and the entry.
     """
     check_scan_arguments(query, key, value, theta, coordinates, decay, key_mask, causal, exchange)
-    name = choose_backend(backend, query, decay)
+    name = choose_backend(
+        backend,
+        query,
+        key=key,
+        value=value,
+        theta=theta,
+        causal=causal,
+        options={"coordinates": coordinates, "decay": decay, "key_mask": key_mask, "exchange": exchange},
+        initial_state=initial_state,
+        return_state=return_state,
+    )
     if activation not in ("silu", "none", None):
         raise ValueError(f"additive_scan: unknown activation {activation!r}; choose 'silu', 'none' or None")
     check_exchange("additive_scan", exchange, "prefix" if causal else "total")
     bounds = check_cu_seqlens("additive_scan", cu_seqlens, query.shape[0], query.shape[1])
     sequences = query.shape[0] if bounds is None else len(bounds) - 1
     _check_state("initial_state", initial_state, sequences, query, value, theta)
+    if name == "triton":
+        triton = _triton()
+        assert triton is not None
+        output, state = triton.causal_scan(
+            query,
+            key,
+            value,
+            activation=activation == "silu",
+            theta=theta,
+            cu_seqlens=bounds,
+            initial=initial_state,
+            return_state=return_state,
+        )
+        return (output, state) if return_state else output
 
     floats = [x for x in (query, key, value, decay) if x is not None]
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in floats) else torch.float32

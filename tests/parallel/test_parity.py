@@ -35,7 +35,7 @@ SLOW_LAYOUTS = {
 }
 VARIANTS = {
     "dropout": ["model.dropout=0.2"],
-    "independent": ["model.decay=independent"],
+    "independent": ["model.decay=independent", "optimizer.learning_rate=2e-3"],
     "layer_norm_untied": ["model.norm=layer", "model.tie_embeddings=false"],
 }
 VARIANT_CASES = [
