@@ -95,6 +95,9 @@ class ParallelConfig(Section):
     pipeline: int = Field(default=1, gt=0, description="Pipeline-parallel size (PP).")
     sequence: int = Field(default=1, gt=0, description="Sequence-parallel size (SP).")
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="DeepSpeed ZeRO stage.")
+    recompute_every: int = Field(
+        default=0, ge=0, description="Activation checkpointing of every n-th block: 1 all, 2 every other, 0 none."
+    )
     pipeline_partition: Literal["parameters", "uniform"] = Field(
         default="parameters", description="How blocks are split over pipeline stages."
     )

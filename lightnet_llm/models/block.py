@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..config.model import ModelConfig
 from .attention import LightNetAttention
@@ -38,6 +39,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layers: PlainLayers, index: int):
         super().__init__()
         self.index, self.dropout = index, config.dropout
+        self.recompute = False  # whether training computes activations again in the backward pass, to save memory
         self.attention_norm = Norm(config.norm, config.width, config.norm_eps)
         self.attention = LightNetAttention(config, layers)
         self.glu_norm = Norm(config.norm, config.width, config.norm_eps)
@@ -47,6 +49,11 @@ class Block(nn.Module):
         self, x: Tensor, context: ForwardContext, state: Any = None, return_state: bool = False
     ) -> tuple[Tensor, Any]:
         """[B, N, width] to the same, and the scan state after the last token (None unless asked for)."""
+        if self.recompute and self.training and not return_state:
+            return checkpoint(self._run, x, context, state, False, use_reentrant=False)
+        return self._run(x, context, state, return_state)
+
+    def _run(self, x: Tensor, context: ForwardContext, state: Any, return_state: bool) -> tuple[Tensor, Any]:
         place = 2 * self.index + 1  # place 0 is the embedding
         y, after = self.attention(self.attention_norm(x), context, state, return_state)
         x = x + dropout(y, self.dropout, context.dropout, place)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..checkpoint.weights import load_into, load_weights
 from ..config.deepspeed import NO_CLIP, deepspeed_config, effective_zero_stage
 from ..config.run import RunConfig
+from ..models.block import Block
 from ..models.causal_lm import CausalLM, masked_mean
 from ..models.layers import PlainLayers
 from ..models.parameters import initialize, spec_of
@@ -80,6 +81,10 @@ class Engine:
         self.clock = Clock(config.train.seed, place=groups.sequence)
         self.layers = build_layers(groups)
         model = self._build_model()
+        every = config.parallel.recompute_every
+        for block in model.modules():
+            if isinstance(block, Block):
+                block.recompute = every > 0 and block.index % every == 0
         initialize(model, config.train.seed, self.layers.tensor_rank)
         if weights is not None:
             load_into(model, load_weights(weights), str(weights), self.layers.tensor_rank)

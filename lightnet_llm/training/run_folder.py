@@ -31,6 +31,7 @@ RESUMABLE = (
     "train.stop_at_step",
     "train.micro_batch",
     "train.init_from",
+    "parallel.recompute_every",
     "data.workers",
     "data.validation",
     "validation.",
