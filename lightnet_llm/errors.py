@@ -2,7 +2,14 @@
 
 
 class UserError(Exception):
-    """Shown by the command line as ``error: MESSAGE`` with exit code 1, without a traceback."""
+    """Shown by the command line as ``error: MESSAGE`` with exit code 1, without a traceback.
+
+    ``shared`` is set when every rank of a run raises the same, so that one of them says it.
+    """
+
+    def __init__(self, message: str, shared: bool = False):
+        super().__init__(message)
+        self.shared = shared
 
 
 def nearest(word: str, choices: list[str]) -> str:

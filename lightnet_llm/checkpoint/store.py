@@ -42,7 +42,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Replace a small file atomically."""
     temporary = path.with_name(f".{path.name}.partial")
     temporary.write_text(text, encoding="utf-8")
@@ -57,8 +57,9 @@ def partial_folder(root: Path, step: int) -> Path:
 
 def begin(root: Path, step: int) -> Path:
     """An empty folder to write into; what a killed save left there is removed. One process calls this."""
+    for left in root.glob(".step_*.partial"):  # what killed or failed saves left; it may be what fills the disk
+        shutil.rmtree(left, ignore_errors=True)
     folder = partial_folder(root, step)
-    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder
 
@@ -77,14 +78,14 @@ def commit(root: Path, step: int, facts: dict[str, Any]) -> Path:
     listing = {
         str(path.relative_to(folder)): {"bytes": path.stat().st_size, "xxh3_128": _checksum(path)} for path in files
     }
-    _write_text(folder / MANIFEST, json.dumps({**facts, "files": listing}, indent=1))
+    write_text(folder / MANIFEST, json.dumps({**facts, "files": listing}, indent=1))
     _sync(folder)
     final = root / step_name(step)
     if final.exists():  # the same step saved again, after a resume
         shutil.rmtree(final)
     folder.rename(final)
     _sync(root)
-    _write_text(root / LATEST, step_name(step) + "\n")
+    write_text(root / LATEST, step_name(step) + "\n")
     return final
 
 
@@ -137,6 +138,18 @@ def newest_whole(root: Path, warn: Callable[[str], None]) -> tuple[Path, dict[st
         except ValueError as error:
             warn(f"passing over a damaged checkpoint: {error}")
     return None
+
+
+def set_aside_newer(root: Path, whole: Path) -> list[Path]:
+    """Rename damaged checkpoints newer than ``whole`` out of the way, so that they never count as kept ones."""
+    aside = []
+    for folder in listed(root):
+        if folder.name > whole.name:
+            gone = folder.with_name(f".{folder.name}.damaged")
+            shutil.rmtree(gone, ignore_errors=True)
+            folder.rename(gone)
+            aside.append(gone)
+    return aside
 
 
 def prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:

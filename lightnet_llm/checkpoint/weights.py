@@ -32,8 +32,12 @@ def _gathered(parameter: nn.Parameter, zero_stage: int) -> AbstractContextManage
 
 def save_weights(
     model: nn.Module, folder: Path, *, stage: int, tensor_rank: int, tensor_size: int, zero_stage: int, writes: bool
-) -> None:
-    """Write this rank's part of the weights. Every data-parallel rank calls it (ZeRO-3 gathers); one ``writes``."""
+) -> str | None:
+    """Write this rank's part of the weights. Every data-parallel rank calls it (ZeRO-3 gathers); one ``writes``.
+
+    Returns:
+        What went wrong with writing, or None: ranks agree on it before anyone raises.
+    """
     tensors: dict[str, Tensor] = {}
     joins: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
@@ -44,10 +48,15 @@ def save_weights(
                 spec = spec_of(parameter)
                 tensors[name] = parameter.detach().to("cpu", copy=True).contiguous()
                 joins[name] = {"dim": spec.partition_dim, "shape": list(spec.shape)}
-    if writes:
+    if not writes:
+        return None
+    metadata = {"joins": json.dumps(joins), "tensor_rank": str(tensor_rank), "tensor_size": str(tensor_size)}
+    try:
         (folder / FOLDER).mkdir(exist_ok=True)
-        metadata = {"joins": json.dumps(joins), "tensor_rank": str(tensor_rank), "tensor_size": str(tensor_size)}
         save_file(tensors, folder / FOLDER / f"stage{stage:03d}_tensor{tensor_rank:03d}.safetensors", metadata)
+    except (OSError, SafetensorError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:

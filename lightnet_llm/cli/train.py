@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ..config import RunConfig, load_config
-from ..config.deepspeed import effective_zero_stage
+from ..config.deepspeed import deepspeed_config, effective_zero_stage
 from ..errors import UserError
 
 
@@ -78,13 +79,14 @@ def resolve(config: RunConfig, world: int) -> dict[str, Any]:
 
     layout = layout_for(config.parallel, world)
     budget = budget_of(config, layout.data)
+    deepspeed_config(config, layout.data, layout.sequence)
     with torch.device("meta"):
         parameters = count_parameters(CausalLM(config.model))
     return {
         "name": config.train.name,
         "parameters": parameters,
         "layout": layout.as_dict(),
-        "ranks": [layout.coordinates(rank) for rank in range(min(world, 64))],
+        "ranks": [layout.coordinates(rank) for rank in range(world)],
         "zero_stage": effective_zero_stage(config),
         "precision": config.train.precision,
         "steps": budget.steps,
@@ -100,49 +102,85 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _visible_gpus() -> list[str]:
+    """GPU numbers of CUDA_VISIBLE_DEVICES; DeepSpeed's launcher ignores the variable and would take the first ones."""
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return names if all(name.isdigit() for name in names) else []
+
+
 def launcher_command(name: str, overrides: tuple[str, ...], world: int, hostfile: str | None) -> list[str]:
     """The deepspeed launcher's command line for a run."""
     command = [sys.executable, "-m", "deepspeed.launcher.runner"]
+    visible = _visible_gpus()
     if hostfile is not None:
         command += ["--hostfile", hostfile]
+    elif visible:
+        command += ["--hostfile", os.devnull, "--include", "localhost:" + ",".join(visible[:world])]
     else:
         command += ["--hostfile", os.devnull, "--num_nodes", "1", "--num_gpus", str(world)]
     command += ["--master_port", str(_free_port())]
-    return [*command, "--module", "lightnet_llm.training.main", "--config", name, *overrides]
+    return [*command, "--module", "lightnet_llm.training.main", "--config", name, "--launched", *overrides]
 
 
 def _environment(world: int) -> dict[str, str]:
-    environment = dict(os.environ, LIGHTNET_LAUNCHED="1")
+    environment = dict(os.environ)
     if not _device_count():
         environment["DS_ACCELERATOR"] = "cpu"
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
     return environment
 
 
-def _supervise(process: subprocess.Popen[bytes], request_stop: Any) -> int:
-    """Wait for the launcher; the first SIGTERM or Ctrl-C asks the ranks to save and stop, the second kills them."""
-    asked: float | None = None
+class _Supervisor:
+    """Runs the launcher; the first signal asks the ranks to save and stop, a second one kills them."""
 
-    def handle(number: int, _frame: object) -> None:
-        nonlocal asked
-        if asked is not None and time.monotonic() - asked < 2.0:
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+    def __init__(self, request_stop: Callable[[], None]):
+        self.request_stop = request_stop
+        self.process: subprocess.Popen[bytes] | None = None
+        self.asked: float | None = None
+
+    def _handle(self, _number: int, _frame: object) -> None:
+        if self.asked is not None and time.monotonic() - self.asked < 2.0:
             return  # the same request, delivered to the process and to its group
-        if asked is not None:
+        if self.asked is not None:
             click.echo("second signal: killing the ranks", err=True)
-            os.killpg(process.pid, signal.SIGKILL)
+            self._kill()
             return
-        asked = time.monotonic()
+        self.asked = time.monotonic()
         click.echo("stop requested: the ranks save after the step they are in (again to kill them)", err=True)
-        request_stop()
+        self.request_stop()
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        return process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        with contextlib.suppress(ProcessLookupError):  # nothing of the run stays behind, whatever ended the launcher
-            os.killpg(process.pid, signal.SIGKILL)
+    def _kill(self) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def run(self, command: list[str], environment: dict[str, str], output: Any) -> int:
+        """Exit code of the launcher; nothing it started stays behind."""
+        previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        try:
+            self.process = subprocess.Popen(command, env=environment, stdout=output, start_new_session=True)
+            return self.process.wait()
+        finally:
+            self._kill()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _checks(config: RunConfig) -> list[Callable[[], object]]:
+    """What a start needs beside a legal configuration."""
+    from ..checkpoint.store import resolve as resolve_checkpoint
+    from ..training.data import check_tokenizer, validation_prefixes
+    from ..training.run_folder import RunFolder
+
+    given = config.train.init_from
+    return [
+        RunFolder(config).check,
+        lambda: check_tokenizer(config),
+        lambda: validation_prefixes(config),
+        lambda: given is None or resolve_checkpoint(Path(given), lambda warning: None),
+    ]
 
 
 @click.command()
@@ -150,15 +188,21 @@ def _supervise(process: subprocess.Popen[bytes], request_stop: Any) -> int:
 @click.argument("overrides", nargs=-1)
 @click.option("--gpus", type=click.IntRange(min=1), help="Ranks on this machine (CPU processes without a GPU).")
 @click.option("--hostfile", help="Hosts and slots of a multi-node run.")
-@click.option("--dry-run", is_flag=True, help="Resolve and check everything, start nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Resolve the run, say which rank holds what and what is missing; start nothing."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the resolved run as JSON.")
 def train(
     config: str, overrides: tuple[str, ...], gpus: int | None, hostfile: str | None, dry_run: bool, as_json: bool
 ) -> None:
     """Train CONFIG (a YAML file or a preset's name) with key=value overrides."""
+    if gpus is not None and hostfile is not None:
+        raise UserError("--gpus and --hostfile are both given; a hostfile's slots say how many GPUs each host uses")
     loaded = load_config(config, overrides)
     world = _ranks(loaded, gpus, hostfile)
     resolved = resolve(loaded, world)
+    if dry_run:
+        resolved["problems"] = _problems(loaded)
     if as_json:
         click.echo(json.dumps(resolved, indent=2))
     else:
@@ -174,24 +218,36 @@ def train(
         if not as_json:
             for rank, place in enumerate(resolved["ranks"]):
                 click.echo(f"rank {rank}: " + ", ".join(f"{axis} {index}" for axis, index in place.items()))
+            for problem in resolved["problems"]:
+                click.echo(f"would not start: {problem}")
         return
-    from ..training.data import check_tokenizer, validation_prefixes
     from ..training.run_folder import RunFolder
 
+    for check in _checks(loaded):
+        check()
     folder = RunFolder(loaded)
-    folder.check()
-    check_tokenizer(loaded)
-    validation_prefixes(loaded)
     folder.clear_stop()
-    process = subprocess.Popen(
-        launcher_command(config, overrides, world, hostfile), env=_environment(world), start_new_session=True
-    )
-    code = _supervise(process, folder.request_stop)
+    # With --json, standard output is that one object: the launcher talks on standard error.
+    output = sys.stderr if as_json else None
+    supervisor = _Supervisor(folder.request_stop)
+    code = supervisor.run(launcher_command(config, overrides, world, hostfile), _environment(world), output)
     if code:
         raise UserError(f"the run ended with exit code {code}; its own message stands above")
-    if as_json:
-        return
-    click.echo(f"{folder.path}: step {_last_step(folder)}", err=True)
+    if not as_json:
+        click.echo(f"{folder.path}: step {_last_step(folder)}", err=True)
+
+
+def _problems(config: RunConfig) -> list[str]:
+    """What is missing for a start here; a dry run reports it, because the run may be meant for another machine."""
+    from lightnet_data.errors import DataError
+
+    found = []
+    for check in _checks(config):
+        try:
+            check()
+        except (UserError, DataError) as error:
+            found.append(str(error))
+    return found
 
 
 def _last_step(folder: Any) -> str:

@@ -17,6 +17,9 @@ _OWNED = {
     "scheduler": "schedule",
     "bf16": "train.precision",
     "fp16": "train.precision",
+    "data_types": "train.precision",
+    "torch_autocast": "train.precision",
+    "zero_optimization.stage": "parallel.zero_stage",
 }
 NO_CLIP = 1e30  # large enough never to act; DeepSpeed computes the gradient norm only where it clips
 
@@ -38,7 +41,9 @@ def deepspeed_config(config: RunConfig, data_parallel: int, sequence_parallel: i
     Raises:
         UserError: the pass-through sets a field that belongs to a section of ours.
     """
-    for key in config.deepspeed:
+    zero = config.deepspeed.get("zero_optimization")
+    given = [*config.deepspeed, *(f"zero_optimization.{key}" for key in (zero if isinstance(zero, dict) else {}))]
+    for key in given:
         if key in _OWNED:
             raise UserError(f"deepspeed.{key} is derived; set {_OWNED[key]} instead")
     micro = config.train.micro_batch

@@ -29,6 +29,12 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay on matrices.")
     clip: float = Field(default=1.0, ge=0, description="Global gradient-norm clip; 0 turns clipping off.")
 
+    @model_validator(mode="after")
+    def _betas(self) -> "OptimizerConfig":
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas {list(self.betas)} must lie in [0, 1)")
+        return self
+
 
 class ScheduleConfig(Section):
     """Learning rate as a function of the step alone, so that a resumed run follows the same curve."""
@@ -39,7 +45,9 @@ class ScheduleConfig(Section):
     )
     warmup_steps: int = Field(default=2000, ge=0, description="Linear warm-up steps.")
     final_ratio: float = Field(default=0.1, ge=0, le=1, description="Last rate as a share of the peak.")
-    decay_share: float = Field(default=0.1, gt=0, le=1, description="wsd: last share of the steps spent decaying.")
+    decay_share: float = Field(
+        default=0.1, gt=0, le=1, description="wsd: share of the steps after warm-up spent decaying, at the end."
+    )
     peak_share: float = Field(default=0.5, gt=0, lt=1, description="triangle: share of the steps before the peak.")
 
 

@@ -34,7 +34,7 @@ class Agreement:
                 box[1] = str(error)
         dist.broadcast_object_list(box, src=0, group=self.group)
         if box[1] is not None:
-            raise UserError(box[1])
+            raise UserError(box[1], shared=True)
         return box[0]
 
     def any(self, flag: bool) -> bool:

@@ -55,7 +55,8 @@ def layout_for(parallel: ParallelConfig, world: int) -> Layout:
         near = f"{below} or {above}" if below else f"{above}"
         raise UserError(
             f"parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} x sequence {parallel.sequence} = {model} "
-            f"does not divide {world} ranks; use {near} ranks, or smaller sizes"
+            f"does not divide {world} ranks; use {near} ranks, or smaller sizes",
+            shared=True,
         )
     return Layout(parallel.tensor, parallel.pipeline, parallel.sequence, world // model)
 
@@ -71,7 +72,7 @@ class Groups:
         from megatron.core import parallel_state
 
         if dist.get_world_size() != layout.world:
-            raise UserError(f"layout needs {layout.world} ranks, but {dist.get_world_size()} were started")
+            raise UserError(f"layout needs {layout.world} ranks, but {dist.get_world_size()} were started", shared=True)
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tensor,

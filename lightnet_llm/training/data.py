@@ -47,6 +47,21 @@ def check_tokenizer(config: RunConfig) -> Path | None:
     return next((p for p in (folder / "tokenizer.model", folder / "tokenizer.json") if p.is_file()), None)
 
 
+def check_sets(config: RunConfig) -> dict[str, Any]:
+    """Open every data set once, so that a missing, cut or too short one is refused before any work.
+
+    Returns:
+        What the training data are: number of tokens and the tokenizer's fingerprint.
+    """
+    folder = prepared_folder(config)
+    train = PackedTokens(folder / "train", config.data.sequence_length, config.train.seed)
+    if config.validation.interval:
+        for prefix in validation_prefixes(config).values():
+            PackedTokens(prefix, config.data.sequence_length, shuffle=False)
+    tokenizer: dict[str, Any] = manifests.load(folder).get("tokenizer") or {}
+    return {"tokens": int(train.tokens), "tokenizer": tokenizer.get("fingerprint")}
+
+
 def training_batches(config: RunConfig, budget: Budget, rank: int, size: int, start_step: int) -> Iterator[Batch]:
     """This data-parallel rank's micro-batches from ``start_step`` on, in order.
 
@@ -73,6 +88,8 @@ def validation_prefixes(config: RunConfig) -> dict[str, Path]:
     if (folder / "validation.idx").is_file():
         prefixes["heldout"] = folder / "validation"
     for name, given in config.data.validation.items():
+        if name in prefixes:
+            raise UserError(f"data.validation.{name}: that name is the held-out split of data.path; choose another")
         path = Path(given)
         prefix = path / "validation" if path.is_dir() else path
         if not prefix.with_name(prefix.name + ".idx").is_file():

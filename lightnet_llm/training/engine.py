@@ -71,6 +71,7 @@ class Engine:
         measure_groups: whether the next step measures gradient and weight norms by kind of parameter.
         group_norms: what was measured last.
         last_batch: the micro-batch worked on last, for a report after running out of memory.
+        batch_checksum: of the sample ids and tokens this rank read for the last step.
     """
 
     def __init__(self, config: RunConfig, groups: Groups, device: torch.device, weights: Path | None = None):
@@ -78,6 +79,7 @@ class Engine:
         self.measure_groups = False
         self.group_norms: dict[str, dict[str, float]] | None = None
         self.last_batch: Batch | None = None
+        self.batch_checksum = 0
         self.clock = Clock(config.train.seed, place=groups.sequence)
         self.layers = build_layers(groups)
         model = self._build_model()
@@ -140,6 +142,15 @@ class Engine:
             group["lr"] = base * factor
         return float(self.param_groups[0]["lr"])
 
+    def _read(self, batches: Iterator[Batch]) -> Batch:
+        """The next micro-batch; what was read is summed up, so that two runs can be seen to read the same."""
+        batch = next(batches)
+        self.last_batch = batch
+        place = torch.arange(1, batch["input_ids"].shape[1] + 1)
+        rows = (batch["input_ids"] * place).sum(1) % 1_000_003
+        self.batch_checksum += int((rows * (batch["sample_ids"] % 1_000_003 + 1)).sum())
+        return batch
+
     def _to_device(self, batch: Batch) -> Batch:
         return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
@@ -179,13 +190,12 @@ class Engine:
             This rank's mean loss in nats over its micro-batches, a scalar on the device (see :meth:`reduce_mean`).
         """
         self.engine.train()
-        self.clock.step = step
+        self.clock.step, self.batch_checksum = step, 0
         self._set_batch(global_batch)
         micro_batches = self.engine.gradient_accumulation_steps()
         total = torch.zeros((), device=self.device)
         for index in range(micro_batches):
-            self.last_batch = next(batches)
-            loss = self._loss(self._to_device(self.last_batch))
+            loss = self._loss(self._to_device(self._read(batches)))
             self.engine.set_gradient_accumulation_boundary(index == micro_batches - 1)
             self.engine.backward(loss)
             self.engine.step()
@@ -211,9 +221,29 @@ class Engine:
         norm = self.engine.get_global_grad_norm()
         return float(norm) if norm is not None else float("nan")
 
-    def save(self, folder: Path, client_state: dict[str, Any]) -> None:
-        """DeepSpeed's native files under ``folder/engine``."""
-        self.engine.save_checkpoint(str(folder), tag="engine", client_state=client_state, save_latest=False)
+    def save(self, folder: Path, client_state: dict[str, Any]) -> str | None:
+        """DeepSpeed's native files under ``folder/engine``.
+
+        A rank that cannot write goes on, because the others wait for it at DeepSpeed's barrier.
+
+        Returns:
+            What went wrong on this rank, or None.
+        """
+        writer, problems = self.engine.checkpoint_engine, []
+        original = writer.save
+
+        def save(state_dict: Any, path: Any) -> None:
+            try:
+                original(state_dict, path)
+            except (OSError, RuntimeError) as error:
+                problems.append(f"{type(error).__name__}: {error}")
+
+        writer.save = save
+        try:
+            self.engine.save_checkpoint(str(folder), tag="engine", client_state=client_state, save_latest=False)
+        finally:
+            writer.save = original
+        return problems[0] if problems else None
 
     def load(self, folder: Path) -> None:
         """Restore weights and optimiser from ``folder/engine``."""
@@ -240,7 +270,8 @@ class PipelineEngine(Engine):
         return None  # a PipelineModule carries its own topology
 
     def _payloads(self, batches: Iterator[Batch]) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-        for batch in batches:
+        while True:
+            batch = self._read(batches)
             input_ids, labels, place = batch["input_ids"], batch["labels"], self.clock.place
             segments = pad_segments(batch["cu_seqlens"], input_ids.numel())
             if place is not None:
@@ -249,7 +280,7 @@ class PipelineEngine(Engine):
 
     def train_step(self, batches: Iterator[Batch], step: int, global_batch: int) -> Tensor:
         """One optimiser step through the pipeline; the loss is already averaged over all ranks."""
-        self.clock.step = step
+        self.clock.step, self.batch_checksum = step, 0
         self.module.train()
         self._set_batch(global_batch)
         return self.engine.train_batch(self._payloads(batches)).detach().float()

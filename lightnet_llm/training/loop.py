@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import math
 import shutil
 import signal
-import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,72 +19,47 @@ from ..config.run import RunConfig
 from ..errors import UserError
 from ..models.parameters import spec_of
 from ..parallel.agreement import Agreement
-from ..parallel.layout import Groups, Layout, layout_for, prepare_backend
+from ..parallel.layout import Groups, layout_for, prepare_backend
 from . import data, out_of_memory
 from .engine import Engine, build_engine
 from .metrics import MetricsWriter, flops_per_token, memory_bytes, peak_flops
 from .run_folder import RunFolder
 from .schedule import budget_of, learning_rate_factor
-from .state import RunState
+from .start import Start, prepare
 
 
 class Trainer:
     """One run on all ranks. Built and driven by :func:`run`."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, groups: Groups, ranks: Agreement, device: torch.device):
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, groups: Groups, ranks: Agreement, device: torch.device, start: Start
+    ):
         self.config, self.folder, self.groups, self.ranks, self.device = config, folder, groups, ranks, device
-        self.rank = ranks.rank
+        self.start, self.state = start, start.state
         self.budget = budget_of(config, groups.layout.data)
-        self.engine: Engine = build_engine(config, groups, device, self._initial_weights(config))
-        self.state = RunState()
+        self.engine: Engine = build_engine(config, groups, device, start.weights)
         self.interrupted = False
         self.metrics: MetricsWriter | None = None
         self.data_rank = groups.place["data"]
         self.validation = [
             data.ValidationSet(name, prefix, config, self.data_rank, groups.layout.data)
-            for name, prefix in data.validation_prefixes(config).items()
+            for name, prefix in (data.validation_prefixes(config) if config.validation.interval else {}).items()
         ]
-        # One rank of those that hold the same parameters speaks for them.
+        # One rank of those that hold the same parameters speaks for them; one of those that read a sample, for it.
         self.speaks = groups.place["data"] == 0 and groups.place["sequence"] == 0
-
-    def _initial_weights(self, config: RunConfig) -> Path | None:
-        """The checkpoint that ``train.init_from`` names, unless there is a run to resume."""
-        if config.train.init_from is None or (config.train.resume != "never" and self.folder.has_checkpoint):
-            return None
-        given = Path(config.train.init_from)
-        path = Path(self.ranks.on_rank_zero(lambda: str(store.resolve(given, self.warn))))
-        self.ranks.log(f"weights from {path}")
-        return path
-
-    # Start -----------------------------------------------------------------------------------------------------------
-    def restore(self) -> None:
-        """Resume from the newest whole checkpoint, or start from ``train.init_from``, or afresh."""
-        found = None
-        if self.config.train.resume != "never":
-            found = self.ranks.on_rank_zero(lambda: store.newest_whole(self.folder.checkpoints, self.warn))
-        if found is not None:
-            path, manifest = found
-            if manifest["layout"] != self.groups.layout.as_dict() or manifest["zero_stage"] != self.engine.zero_stage:
-                raise UserError(
-                    f"{path} was written by layout {manifest['layout']} with ZeRO {manifest['zero_stage']}; resuming on "
-                    f"{self.groups.layout.as_dict()} with ZeRO {self.engine.zero_stage} is not available yet"
-                )
-            self.engine.load(path)
-            self.state = RunState.from_dict(manifest["state"])
-            self.ranks.log(f"resumed {path} at step {self.state.step}")
-        elif self.config.train.resume == "must":
-            raise UserError(f"train.resume=must, but no whole checkpoint is left in {self.folder.checkpoints}")
-
-    def warn(self, message: str) -> None:
-        """A warning, on screen and in the metrics file."""
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        self.reads = all(groups.place[axis] == 0 for axis in ("tensor", "sequence", "pipeline"))
+        if start.weights is not None:
+            ranks.log(f"weights from {start.weights}")
+        if start.checkpoint is not None:
+            self.engine.load(start.checkpoint)
+            ranks.log(f"resumed {start.checkpoint} at step {self.state.step}")
 
     # One step --------------------------------------------------------------------------------------------------------
     def train(self) -> None:
         """Run until the budget, a stop request or ``train.stop_at_step``."""
         config, state, budget = self.config, self.state, self.budget
         end = min(budget.steps, config.train.stop_at_step or budget.steps)
-        if self.rank == 0:
+        if self.ranks.rank == 0:
             self.metrics = MetricsWriter(self.folder.path, state.step, budget.steps)
             if state.step:
                 self.metrics.event(state.step, "resumed")
@@ -95,42 +70,55 @@ class Trainer:
             step, batch = state.step, budget.batch_at(state.step)
             rate = self.engine.set_rate(learning_rate_factor(config.schedule, step, budget.steps))
             self.engine.measure_groups = self._due(step + 1, config.logging.groups_interval)
-            try:
-                loss = self.engine.train_step(batches, step, batch)
-            except torch.OutOfMemoryError:
-                raise UserError(out_of_memory.advice(self.engine, self.engine.last_batch)) from None
+            loss = self._step(batches, step, batch)
             first = state.samples
             state.step, state.samples = step + 1, state.samples + batch
             state.tokens += batch * config.data.sequence_length
             window_tokens += batch * config.data.sequence_length
-            if self._due(state.step, config.logging.interval) or state.step == end:
+            saves = self._due(state.step, config.checkpoint.interval) or state.step == end
+            stop = self.ranks.any(self.interrupted or (self.ranks.rank == 0 and self.folder.stop_requested))
+            reports = self._due(state.step, config.logging.interval) or self.engine.group_norms is not None
+            if reports or saves or stop:
                 mean = float(self.engine.reduce_mean(loss))
                 seconds = time.perf_counter() - window_start
                 self._report(mean, rate, first, window_tokens, seconds, parameters)
                 window_start, window_tokens = time.perf_counter(), 0
-                if not torch.isfinite(torch.tensor(mean)):
-                    raise UserError(
-                        f"loss is {mean} at step {state.step} (samples {first} to {state.samples - 1}); "
-                        f"the last checkpoint is step {saved}: resume with a lower rate or look at these samples"
-                    )
+                self._refuse_if_broken(mean, first, saved)
             elif self.metrics is not None:
                 self.metrics.advance()
             pause = time.perf_counter()
             if self._due(state.step, config.validation.interval) or (config.validation.interval and state.step == end):
                 self.validate()
-            if self._due(state.step, config.checkpoint.interval):
+            if saves or stop:
                 self.save()
                 saved = state.step
             window_start += time.perf_counter() - pause
-            if self.ranks.any(self.interrupted or (self.rank == 0 and self.folder.stop_requested)):
-                self.ranks.log(f"stop requested: saving step {state.step}")
+            if stop:
+                self.ranks.log(f"stop requested: saved step {state.step}")
                 break
-        if saved != state.step:
-            self.save()
         if state.step == budget.steps:
             self.ranks.on_rank_zero(lambda: self.folder.mark_finished(state.step))
         if self.metrics is not None:
             self.metrics.event(state.step, "finished" if state.step == budget.steps else "stopped")
+
+    def _step(self, batches: Iterator[data.Batch], step: int, batch: int) -> torch.Tensor:
+        try:
+            return self.engine.train_step(batches, step, batch)
+        except torch.OutOfMemoryError:
+            pass  # the error's traceback holds the failed activations: they are free only after this block
+        raise UserError(out_of_memory.advice(self.engine, self.budget))
+
+    def _refuse_if_broken(self, loss: float, first: int, saved: int) -> None:
+        """No step whose loss or gradient norm is not finite may reach a checkpoint."""
+        norm = self.engine.gradient_norm()
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        raise UserError(
+            f"loss is {loss} and gradient norm {norm} at step {self.state.step} (samples {first} to "
+            f"{self.state.samples - 1}); nothing was saved since step {saved}: look at these samples, or start another run "
+            f"with train.init_from={self.folder.checkpoints} and a lower optimizer.learning_rate",
+            shared=True,
+        )
 
     @staticmethod
     def _due(step: int, interval: int) -> bool:
@@ -148,6 +136,7 @@ class Trainer:
     def _report(self, loss: float, rate: float, first: int, tokens: int, seconds: float, parameters: int) -> None:
         norm = self.engine.gradient_norm()
         groups = self.engine.group_norms
+        checksum = self.ranks.sum(self.engine.batch_checksum if self.reads else 0)
         if self.metrics is None:
             return
         speed = tokens / seconds if seconds > 0 else 0.0
@@ -158,6 +147,7 @@ class Trainer:
             "learning_rate": rate,
             "tokens": self.state.tokens,
             "samples": [first, self.state.samples],
+            "batch_checksum": checksum,
             "tokens_per_second": round(speed, 1),
             "memory_bytes": memory_bytes(),
             "mfu": None,
@@ -182,20 +172,17 @@ class Trainer:
         """Write a checkpoint on all ranks; it appears whole or not at all."""
         root, step = self.folder.checkpoints, self.state.step
         folder = Path(self.ranks.on_rank_zero(lambda: str(store.begin(root, step))))
-        problem = None
-        try:
-            self.engine.save(folder, self.state.as_dict())
-            save_weights(
-                self.engine.module,
-                folder,
-                stage=self.groups.place["pipeline"],
-                tensor_rank=self.groups.place["tensor"],
-                tensor_size=self.groups.layout.tensor,
-                zero_stage=self.engine.zero_stage,
-                writes=self.speaks,
-            )
-        except (OSError, RuntimeError) as error:
-            problem = f"{type(error).__name__}: {error}"
+        problem = self.engine.save(folder, self.state.as_dict())
+        written = save_weights(
+            self.engine.module,
+            folder,
+            stage=self.groups.place["pipeline"],
+            tensor_rank=self.groups.place["tensor"],
+            tensor_size=self.groups.layout.tensor,
+            zero_stage=self.engine.zero_stage,
+            writes=self.speaks,
+        )
+        problem = problem or written
         if self.ranks.any(problem is not None):
             free = shutil.disk_usage(root).free / 2**20
             raise UserError(
@@ -210,6 +197,7 @@ class Trainer:
                 "state": self.state.as_dict(),
                 "layout": self.groups.layout.as_dict(),
                 "zero_stage": self.engine.zero_stage,
+                "data": self.start.identity,
             }
             store.commit(root, step, facts)
             store.prune(root, self.config.checkpoint.keep_last, self.config.checkpoint.keep_every)
@@ -219,39 +207,29 @@ class Trainer:
             self.metrics.event(step, "saved")
 
 
-def run(config: RunConfig) -> int:
+def run(config: RunConfig, launched: bool = False) -> int:
     """Train ``config`` on this rank of a started job; returns the step reached.
 
+    Args:
+        launched: whether ``lightnet train`` started this job and may ask it to stop.
+
     Raises:
-        UserError: on every rank alike, with one line for the user.
+        UserError: with one line for the user; ``shared`` on it when every rank raises the same.
     """
     device = prepare_backend()
-    layout: Layout = layout_for(config.parallel, dist.get_world_size())
+    layout = layout_for(config.parallel, dist.get_world_size())
     groups = Groups(layout)
-    folder = RunFolder(config)
     ranks = Agreement(groups.control_group)
-
-    def prepare() -> int | None:
-        folder.check()
-        tokenizer = data.check_tokenizer(config)
-        data.validation_prefixes(config)
-        budget = budget_of(config, layout.data)
-        done = folder.finished_step() if config.train.resume != "never" else None
-        if done is not None and done >= budget.steps:
-            return done
-        folder.record(layout.as_dict(), tokenizer)
-        if "LIGHTNET_LAUNCHED" not in os.environ:
-            folder.clear_stop()
-        return None
-
-    done = ranks.on_rank_zero(prepare)
-    if done is not None:
-        ranks.log(f"{folder.path} is finished at step {done}; a larger train.steps or train.tokens continues it")
-        return done
-    trainer = Trainer(config, folder, groups, ranks, device)
+    folder = RunFolder(config)
+    start = ranks.on_rank_zero(lambda: prepare(config, folder, layout, launched))
+    if start.finished is not None:
+        ranks.log(
+            f"{folder.path} is finished at step {start.finished}; a larger train.steps or train.tokens continues it"
+        )
+        return start.finished
+    trainer = Trainer(config, folder, groups, ranks, device, start)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: setattr(trainer, "interrupted", True))
-    trainer.restore()
     try:
         trainer.train()
     finally:  # an error message starts on a line of its own, below the progress bar

@@ -13,6 +13,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launch/train.py", description="One rank of a LightNet training run.")
     parser.add_argument("--config", required=True, help="YAML file or preset name")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
+    parser.add_argument("--launched", action="store_true", help="set by `lightnet train`")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides")
     given = parser.parse_args(arguments)
     os.environ.setdefault("LOCAL_RANK", str(given.local_rank))
@@ -29,12 +30,20 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         config = load_config(given.config, given.overrides)
-        from .loop import run
-
-        run(config)
-    except (UserError, DataError) as error:
+    except UserError as error:
         if os.environ["RANK"] == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    try:
+        from .loop import run
+
+        run(config, given.launched)
+    except (UserError, DataError) as error:
+        rank = os.environ["RANK"]
+        if rank == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        elif not getattr(error, "shared", False):  # what one rank alone ran into, it must say itself
+            print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
         return 1
     finally:
         if "torch" in sys.modules:

@@ -89,13 +89,16 @@ class MetricsWriter:
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """One line; numbers also go to TensorBoard under the same names."""
-        self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **values}) + "\n")
+        self._line({"step": step, "time": round(time.time(), 3), **values})
         for name, value in _numbers(values):
             self.board.add_scalar(name, value, step)
 
     def event(self, step: int, name: str, **facts: Any) -> None:
         """Something that happened: a resume, a save, a stop."""
-        self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), "event": name, **facts}) + "\n")
+        self._line({"step": step, "time": round(time.time(), 3), "event": name, **facts})
+
+    def _line(self, row: dict[str, Any]) -> None:
+        self.file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
 
     def advance(self, loss: float | None = None, rate: float | None = None) -> None:
         """One step done."""
@@ -108,6 +111,13 @@ class MetricsWriter:
         self.bar.close()
         self.board.close()
         self.file.close()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _numbers(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:

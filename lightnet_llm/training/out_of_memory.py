@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..models.causal_lm import CausalLM, masked_mean
 from ..models.context import ForwardContext
+from .schedule import Budget
 
 Attempt = Callable[[int], None]
 
@@ -33,22 +35,32 @@ def largest_that_fits(attempt: Attempt, failed: int) -> int | None:
             low = middle
         except torch.OutOfMemoryError:
             high = middle
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _release()
     return low or None
 
 
-def advice(engine: Any, batch: dict[str, Tensor] | None) -> str:
-    """One line for the user; tries smaller micro-batches where that needs no other rank."""
+def advice(engine: Any, budget: Budget) -> str:
+    """One line for the user; tries smaller micro-batches where that needs no other rank.
+
+    Only sizes that divide every batch of the run are named: they give the same results.
+    """
     micro = engine.config.train.micro_batch
     message = f"out of memory with train.micro_batch {micro}"
-    alone = engine.groups.get_model_parallel_world_size() == 1 and engine.zero_stage < 3
-    fits = None
-    if alone and batch is not None and isinstance(engine.module, CausalLM):
-        moved = {key: value.to(engine.device) for key, value in batch.items()}
-        fits = largest_that_fits(lambda rows: _attempt(engine.module, moved, rows), micro)
-        if fits is None:
-            return f"{message}: not even 1 fits; use a shorter data.sequence_length, tensor parallelism or ZeRO"
-    if fits is not None:
-        return f"{message}; the largest that fits here is {fits}: set train.micro_batch={fits} (same results)"
-    return f"{message}; set a smaller train.micro_batch (the results stay the same)"
+    batch, layout = engine.last_batch, engine.groups.layout
+    if batch is None or layout.world != layout.data or engine.zero_stage == 3:
+        return f"{message}; set a smaller train.micro_batch (the results stay the same)"
+    engine.engine.zero_grad()
+    _release()
+    moved = {key: value.to(engine.device) for key, value in batch.items()}
+    fits = largest_that_fits(lambda rows: _attempt(engine.module, moved, rows), micro)
+    shares = [samples // layout.data for samples in (budget.batch, *(b for _, b in budget.stairs))]
+    legal = [size for size in range(1, (fits or 0) + 1) if all(share % size == 0 for share in shares)]
+    if not legal:
+        return f"{message}: not even 1 fits; use a shorter data.sequence_length, tensor parallelism or ZeRO"
+    return f"{message}; the largest that fits here is {legal[-1]}: set train.micro_batch={legal[-1]} (same results)"
+
+
+def _release() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

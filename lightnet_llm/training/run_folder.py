@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -11,11 +12,12 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 from lightnet_data import manifest as manifests
 
+from ..checkpoint.store import write_text
 from ..config import RunConfig, dump_config, validate
 from ..errors import UserError
 
@@ -37,7 +39,6 @@ RESUMABLE = (
     "validation.",
     "checkpoint.",
     "logging.",
-    "deepspeed.",
 )
 
 
@@ -65,6 +66,7 @@ class RunFolder:
         self.config = config
         self.path = Path(config.train.output) / config.train.name
         self.checkpoints = self.path / "checkpoints"
+        self._lock: IO[str] | None = None
 
     @property
     def has_checkpoint(self) -> bool:
@@ -77,7 +79,7 @@ class RunFolder:
         Raises:
             UserError: with the way out.
         """
-        exists = self.path.is_dir() and any(p.name not in (STOP, "launcher.log") for p in self.path.iterdir())
+        exists = self.has_checkpoint or (self.path / METRICS).exists()  # a start that failed before is no run
         resume = self.config.train.resume
         if exists and resume == "never":
             raise UserError(
@@ -92,12 +94,10 @@ class RunFolder:
     def _check_same_run(self) -> None:
         path = self.path / CONFIG
         if not path.is_file():
-            if self.has_checkpoint or (self.path / METRICS).exists():
-                raise UserError(
-                    f"{path} is missing, so {self.path} cannot be continued; start another with train.name=NAME"
-                )
-            return
-        before = _flat(validate(yaml.safe_load(path.read_text()), str(path)).model_dump(mode="json"))
+            raise UserError(
+                f"{path} is missing, so {self.path} cannot be continued; start another with train.name=NAME"
+            )
+        before = _flat(validate(yaml.safe_load(path.read_text()) or {}, str(path)).model_dump(mode="json"))
         now = _flat(self.config.model_dump(mode="json"))
         for field in sorted(set(before) | set(now)):
             if before.get(field) != now.get(field) and not _may_change(field):
@@ -106,10 +106,29 @@ class RunFolder:
                     f"(free to change: {', '.join(RESUMABLE)})"
                 )
 
+    def lock(self) -> None:
+        """Hold this folder until the process ends, so that two runs never write to it.
+
+        Raises:
+            UserError: another live run holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        handle = (self.path / "lock").open("a+")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.close()
+            raise UserError(
+                f"{self.path} is in use by a run that is still going; stop it, or use train.name=NAME"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        self._lock = handle
+
     def record(self, layout: dict[str, int], tokenizer: Path | None) -> None:
         """Write the resolved configuration, versions, command, git commit and diff. One process calls this."""
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / CONFIG).write_text(dump_config(self.config))
+        write_text(self.path / CONFIG, dump_config(self.config))
         names = (
             "lightnet-llm",
             "torch",
@@ -144,17 +163,17 @@ class RunFolder:
     def _git(self) -> dict[str, Any] | None:
         def git(*arguments: str) -> str:
             root = Path(__file__).resolve().parent
-            return subprocess.run(
-                ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
-            ).stdout
+            command = ["git", "-C", str(root), *arguments]
+            return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
 
         try:
             commit, diff = git("rev-parse", "HEAD").strip(), git("diff", "HEAD")
         except (OSError, subprocess.CalledProcessError):
             return None
+        name = f"source-{time.strftime('%Y%m%d-%H%M%S')}.diff"  # each start keeps its own
         if diff:
-            (self.path / "source.diff").write_text(diff)
-        return {"commit": commit, "diff": "source.diff" if diff else None}
+            (self.path / name).write_text(diff)
+        return {"commit": commit, "diff": name if diff else None}
 
     # Stopping: a file, because it reaches every node of a run through the file system that holds the run folder and
     # needs no help from the launcher, which would exit 1 on SIGTERM and kill its ranks.

@@ -82,9 +82,12 @@ def budget_of(config: RunConfig, data_parallel: int) -> Budget:
     for name, batch in named:
         if batch % unit:
             near = max(unit, round(batch / unit) * unit)
+            each = batch // data_parallel if batch % data_parallel == 0 else 0
+            micro = max((m for m in range(1, min(train.micro_batch, each) + 1) if each % m == 0), default=0)
+            keeping = f"; train.micro_batch={micro} keeps the batch" if micro else ""
             raise UserError(
                 f"{name} {batch} is not a multiple of train.micro_batch {train.micro_batch} x data-parallel size "
-                f"{data_parallel} = {unit}; the nearest that is: {near}"
+                f"{data_parallel} = {unit}; the nearest that is: {near}{keeping}"
             )
     budget = Budget(stairs, train.global_batch, train.steps or 0, config.data.sequence_length)
     if train.tokens is None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -68,7 +69,10 @@ def test_sigterm_saves_and_resume_equals_no_stop(
 def test_by_hand_and_killed_rank(tiny: Path, tmp_path: Path) -> None:
     """``deepspeed launch/train.py --config CONFIG`` is the same run; a rank killed with -9 ends it with an error."""
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--num_gpus", "2"]
-    command += ["--master_port", "29677", "launch/train.py", "--config", str(tiny), f"train.output={tmp_path}"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command += ["--master_port", str(port), "launch/train.py", "--config", str(tiny), f"train.output={tmp_path}"]
     command += ["train.name=run", "parallel.tensor=2", "train.steps=2000", "checkpoint.interval=5"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if not SpawnedRanks.gpus():

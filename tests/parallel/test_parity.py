@@ -58,6 +58,9 @@ VARIANT_CASES = [
 ]
 
 
+FIELDS = ("loss", "grad_norm", "samples", "batch_checksum")  # the checksum is of ids and tokens that were read
+
+
 class Baselines:
     """Single-process runs, trained once per variant of the model."""
 
@@ -69,7 +72,7 @@ class Baselines:
         key = tuple(overrides)
         if key not in self.known:
             rows = self.ranks.train(1, self.tiny, overrides, self.tmp, f"base{len(self.known)}")
-            self.known[key] = steps_of(rows, "loss", "grad_norm", "samples")
+            self.known[key] = steps_of(rows, *FIELDS)
         return self.known[key]
 
 
@@ -81,7 +84,7 @@ def baselines(ranks: Ranks, tiny: Path, tmp_path_factory: pytest.TempPathFactory
 def differences(run: dict[int, tuple[Any, ...]], base: dict[int, tuple[Any, ...]]) -> tuple[float, float]:
     """Largest difference of losses, and relative of gradient norms."""
     assert list(run) == list(base) == list(range(1, 21))
-    assert all(run[step][2] == base[step][2] for step in base), "sample ids differ"
+    assert all(run[step][2:] == base[step][2:] for step in base), "other samples were read"
     loss = max(abs(run[step][0] - base[step][0]) for step in base)
     norm = max(abs(run[step][1] / base[step][1] - 1) for step in base)
     return loss, norm
@@ -92,8 +95,8 @@ def test_layout_equals_one_process(name: str, ranks: Ranks, tiny: Path, tmp_path
     world, overrides = {**LAYOUTS, **SLOW_LAYOUTS}[name]
     base = baselines.get([])
     assert base[1][0] - base[20][0] > 1.0, "the loss must fall by a nat, or equality means little"
-    assert all(norm > 0.4 for _, norm, _ in base.values()), "clipping must be active"
-    run = steps_of(ranks.train(world, tiny, overrides, tmp_path, name), "loss", "grad_norm", "samples")
+    assert all(norm > 0.4 for _, norm, *_ in base.values()), "clipping must be active"
+    run = steps_of(ranks.train(world, tiny, overrides, tmp_path, name), *FIELDS)
     loss, norm = differences(run, base)
     assert loss < 1e-5 and norm < 1e-4, f"{name}: loss {loss:.1e}, gradient norm {norm:.1e}"
 
@@ -106,7 +109,7 @@ def test_variant_in_layout(
     base = baselines.get(VARIANTS[variant])
     assert base[1][0] - base[20][0] > 1.0, f"{variant} must train"
     rows = ranks.train(world, tiny, VARIANTS[variant] + overrides, tmp_path, "run")
-    loss, norm = differences(steps_of(rows, "loss", "grad_norm", "samples"), base)
+    loss, norm = differences(steps_of(rows, *FIELDS), base)
     assert loss < 1e-5 and norm < 1e-4, f"{variant} {layout}: loss {loss:.1e}, gradient norm {norm:.1e}"
 
 
@@ -122,7 +125,7 @@ FAULTS = {
 def test_planted_fault_is_seen(fault: str, ranks: Ranks, tiny: Path, tmp_path: Path, baselines: Baselines) -> None:
     base = baselines.get([])
     rows = ranks.train(2, tiny, [FAULTS[fault]], tmp_path, "planted", plant=fault)
-    loss, norm = differences(steps_of(rows, "loss", "grad_norm", "samples"), base)
+    loss, norm = differences(steps_of(rows, *FIELDS), base)
     assert loss > 1e-5 or norm > 1e-4, f"{fault} went unnoticed"
 
 
@@ -142,8 +145,30 @@ def test_bf16_layouts(overrides: list[str], ranks: Ranks, tiny: Path, tmp_path: 
     """bf16: losses within 2e-3 nats, gradient norms within 2 % of one process in bf16."""
     common = ["train.precision=bf16"]
     rows = ranks.train(2, tiny, common + overrides, tmp_path, "run")
-    loss, norm = differences(steps_of(rows, "loss", "grad_norm", "samples"), baselines.get(common))
+    loss, norm = differences(steps_of(rows, *FIELDS), baselines.get(common))
     assert loss < 2e-3 and norm < 2e-2, f"loss {loss:.1e}, gradient norm {norm:.1e}"
+
+
+def test_validation_ramp_and_group_norms_agree(ranks: Ranks, tiny: Path, tmp_path: Path, baselines: Baselines) -> None:
+    """Held-out loss weighs every sample alike, ramps count alike, and kinds of parameters add up to the norm."""
+    overrides = ["train.batch_ramp=[{until_step: 4, batch: 4}]", "train.steps=10", "logging.groups_interval=5"]
+    layouts = {"one": (1, []), "dp2": (2, []), "tp2": (2, ["parallel.tensor=2"]), "pp2": (2, ["parallel.pipeline=2"])}
+    found = {}
+    for name, (world, extra) in layouts.items():
+        rows = ranks.train(world, tiny, overrides + extra, tmp_path, name)
+        held = [row["validation"]["heldout"]["loss"] for row in rows if "validation" in row]
+        norms = [row["norms"] for row in rows if "norms" in row]
+        assert len(held) == 1 and len(norms) == 2
+        steps = steps_of(rows, "grad_norm")
+        for row, step in zip(norms, (5, 10), strict=True):
+            assert abs(sum(v * v for v in row["gradient"].values()) ** 0.5 / steps[step][0] - 1) < 1e-4
+        found[name] = (held[0], steps_of(rows, *FIELDS), norms[-1]["weight"])
+    for name in layouts:
+        assert abs(found[name][0] - found["one"][0]) < 1e-5, name
+        for step, values in found["one"][1].items():
+            assert abs(found[name][1][step][0] - values[0]) < 1e-5 and found[name][1][step][2:] == values[2:]
+        for kind, value in found["one"][2].items():
+            assert abs(found[name][2][kind] / value - 1) < 1e-4, (name, kind)
 
 
 def test_theta_stays_fp32_in_bf16(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:

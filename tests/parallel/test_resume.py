@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import Ranks, read_metrics, steps_of
 
-FIELDS = ("loss", "grad_norm", "learning_rate", "samples", "tokens")
+FIELDS = ("loss", "grad_norm", "learning_rate", "samples", "batch_checksum", "tokens")
 CASES = {
     "plain": (1, ["parallel.zero_stage=0"]),
     "zero1_dp2": (2, []),
@@ -84,7 +84,77 @@ def test_damaged_checkpoint_is_passed_over(damage: str, ranks: Ranks, tiny: Path
     assert "step_00000002 at step 2" in log
     assert steps_of(rows, *FIELDS) == whole
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_00000006"
-    assert not list((tmp_path / "run" / "checkpoints").glob(".step*"))
+    assert not list((tmp_path / "run" / "checkpoints").glob(".step*.partial"))
+
+
+def test_damaged_checkpoints_never_push_out_whole_ones(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    overrides = ["train.resume=auto", "checkpoint.interval=1", "checkpoint.keep_last=2"]
+    ranks.train(1, tiny, [*overrides, "train.stop_at_step=3", "checkpoint.keep_last=4"], tmp_path, "run")
+    root = tmp_path / "run" / "checkpoints"
+    for name in ("step_00000002", "step_00000003"):
+        (root / name / "manifest.json").unlink()
+    ranks.train(1, tiny, [*overrides, "train.stop_at_step=2"], tmp_path, "run")
+    from lightnet_llm.checkpoint.store import listed, verify
+
+    assert [folder.name for folder in listed(root)] == ["step_00000001", "step_00000002"]
+    for folder in listed(root):
+        verify(folder)
+
+
+def test_no_whole_checkpoint_is_an_error_not_a_fresh_start(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    overrides = ["train.steps=2", "train.resume=auto"]
+    ranks.train(1, tiny, [*overrides, "train.stop_at_step=1"], tmp_path, "run")
+    (tmp_path / "run" / "checkpoints" / "step_00000001" / "manifest.json").unlink()
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "is whole" in refusal(ranks, tiny, tmp_path, overrides)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_step_that_is_not_finite_is_never_saved(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    overrides = ["optimizer.learning_rate=1e30", "optimizer.clip=0", "schedule.warmup_steps=0"]
+    arguments = ["--config", str(tiny), f"train.output={tmp_path}", "train.name=run", *overrides]
+    codes = ranks.run(2, [*arguments, "checkpoint.interval=1", "logging.interval=7"], tmp_path / "nan.log")
+    assert codes == [1, 1]
+    log = (tmp_path / "nan.log.rank0").read_text()
+    assert "error: loss is" in log and "train.init_from=" in log
+    from lightnet_llm.checkpoint.store import listed
+    from lightnet_llm.checkpoint.weights import load_weights
+
+    for folder in listed(tmp_path / "run" / "checkpoints"):
+        assert all(tensor.isfinite().all() for tensor in load_weights(folder).values())
+    json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_other_data_under_the_same_path_are_refused(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    import shutil
+
+    data = tmp_path / "data"
+    shutil.copytree(tiny.parent / "data", data)
+    overrides = [f"data.path={data}", "train.steps=2", "train.resume=auto"]
+    ranks.train(1, tiny, [*overrides, "train.stop_at_step=1"], tmp_path, "run")
+    for suffix in ("bin", "idx"):
+        shutil.copyfile(data / f"validation.{suffix}", data / f"train.{suffix}")
+    assert "holds other data" in refusal(ranks, tiny, tmp_path, overrides)
+
+
+def test_two_runs_on_one_folder(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    import fcntl
+
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / "lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert "in use by a run" in refusal(ranks, tiny, tmp_path, ["train.steps=2"])
+    ranks.train(1, tiny, ["train.steps=2"], tmp_path, "run")
+
+
+def test_what_one_rank_alone_cannot_do_is_said(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    """A pipeline's later stage finds that the weights to start from have too few blocks."""
+    ranks.train(1, tiny, ["model.layers=2", "train.steps=1"], tmp_path, "small")
+    arguments = ["--config", str(tiny), f"train.output={tmp_path}", "train.name=run", "parallel.pipeline=2"]
+    codes = ranks.run(2, [*arguments, f"train.init_from={tmp_path / 'small'}"], tmp_path / "log")
+    assert 1 in codes
+    text = "".join((tmp_path / f"log.rank{rank}").read_text() for rank in range(2))
+    assert "error: rank 1: " in text and "another model" in text
 
 
 def test_rotation(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
@@ -107,6 +177,7 @@ def refusal(ranks: Ranks, tiny: Path, tmp: Path, overrides: list[str], world: in
 def test_what_a_resume_refuses_and_allows(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     short = ["train.steps=3"]
     ranks.train(1, tiny, short, tmp_path, "run")
+    config = (tmp_path / "run" / "config.yaml").read_text()
     before = sorted(p.name for p in (tmp_path / "run").rglob("*"))
     assert "never overwritten" in refusal(ranks, tiny, tmp_path, short)
     again = [*short, "train.resume=auto"]
@@ -115,6 +186,7 @@ def test_what_a_resume_refuses_and_allows(ranks: Ranks, tiny: Path, tmp_path: Pa
     message = refusal(ranks, tiny, tmp_path, ["train.resume=auto", "train.steps=5", "parallel.zero_stage=2"])
     assert "zero_stage" in message
     assert before == sorted(p.name for p in (tmp_path / "run").rglob("*"))
+    assert config == (tmp_path / "run" / "config.yaml").read_text()
     ranks.train(1, tiny, again, tmp_path, "run")  # finished: says so, exits 0
     assert "is finished at step 3" in (tmp_path / "run.log.rank0").read_text()
     longer = ranks.train(1, tiny, ["train.resume=auto", "train.steps=5"], tmp_path, "run")

@@ -59,8 +59,11 @@ MISTAKES = [
     (["train.batch_ramp=[{until_step: 5, batch: 2},{until_step: 3, batch: 4}]"], "until_step 3 must be above 5"),
     (["model.axes=2"], "a causal model has one axis"),
     (["model.dropout=1.0"], "model.dropout"),
+    (["optimizer.betas=[0.9,1.0]"], "must lie in [0, 1)"),
+    (["deepspeed.fp16.enabled=true"], "deepspeed.fp16 is derived; set train.precision instead"),
+    (["deepspeed.zero_optimization.stage=3"], "set parallel.zero_stage instead"),
     (["x"], "override 'x' is not of the form key=value"),
-    (["train.seed=[1"], "error"),
+    (["train.seed=[1"], "small.yaml: "),
 ]
 
 
@@ -116,6 +119,8 @@ def test_deepspeed_configuration(small: Path) -> None:
 def test_batch_that_does_not_divide(small: Path) -> None:
     result = CliRunner().invoke(main, ["train", str(small), "--dry-run", "--gpus", "3"])
     assert result.exit_code == 1 and "nearest that is: 6" in result.output
+    result = CliRunner().invoke(main, ["train", str(small), "--dry-run", "--gpus", "8"])
+    assert result.exit_code == 1 and "train.micro_batch=1 keeps the batch" in result.output
 
 
 def test_dry_run_says_which_rank_holds_what(small: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from lightnet_llm.config import ModelConfig
 from lightnet_llm.models import CausalLM, initialize
 from lightnet_llm.training import out_of_memory
+from lightnet_llm.training.schedule import Budget
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 5, 7])
@@ -23,7 +24,9 @@ def test_bisection_finds_the_largest(limit: int) -> None:
     assert len(tried) <= 4
 
 
-@pytest.mark.parametrize(("limit", "words"), [(3, "set train.micro_batch=3"), (0, "not even 1 fits")])
+@pytest.mark.parametrize(
+    ("limit", "words"), [(3, "set train.micro_batch=2"), (5, "set train.micro_batch=4"), (0, "not even 1 fits")]
+)
 def test_advice(limit: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelConfig(layers=1, width=16, heads=2, glu_width=16, vocab_size=20)
     model = CausalLM(config)
@@ -38,9 +41,10 @@ def test_advice(limit: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(CausalLM, "forward", forward)
     engine = SimpleNamespace(
         config=SimpleNamespace(train=SimpleNamespace(micro_batch=8)),
-        groups=SimpleNamespace(get_model_parallel_world_size=lambda: 1),
+        groups=SimpleNamespace(layout=SimpleNamespace(world=2, data=2)),
         zero_stage=1,
         module=model,
+        engine=model,
         device=torch.device("cpu"),
     )
     batch = {
@@ -48,6 +52,7 @@ def test_advice(limit: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None
         "labels": torch.randint(0, 20, (8, 6)),
         "cu_seqlens": torch.arange(0, 49, 3, dtype=torch.int32),
     }
-    message = out_of_memory.advice(engine, batch)
+    engine.last_batch = batch
+    message = out_of_memory.advice(engine, Budget(((2, 8),), 64, 10, 6))
     assert words in message and "train.micro_batch 8" in message and "\n" not in message
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,0 +1,96 @@
+"""Everything that is checked and decided before a run does any work; rank 0 does it and tells the others."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import store
+from ..config.deepspeed import deepspeed_config, effective_zero_stage
+from ..config.run import RunConfig
+from ..errors import UserError
+from ..parallel.layout import Layout
+from . import data
+from .run_folder import RunFolder
+from .schedule import Budget, budget_of
+from .state import RunState
+
+
+def warn(message: str) -> None:
+    """A warning on screen."""
+    print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins.
+
+    Attributes:
+        finished: step at which the run had already reached its budget; nothing is left to do.
+        checkpoint: folder to resume from.
+        state: where it stands.
+        weights: folder whose weights (only) start the run.
+        identity: what the training data are, kept in every checkpoint.
+    """
+
+    finished: int | None
+    checkpoint: Path | None
+    state: RunState
+    weights: Path | None
+    identity: dict[str, Any]
+
+
+def prepare(config: RunConfig, folder: RunFolder, layout: Layout, launched: bool) -> Start:
+    """Check everything, decide where to begin, and only then write to the run folder.
+
+    Raises:
+        UserError, DataError: in one line; nothing was changed.
+    """
+    folder.check()
+    folder.lock()
+    deepspeed_config(config, layout.data, layout.sequence)
+    tokenizer = data.check_tokenizer(config)
+    identity = data.check_sets(config)
+    budget = budget_of(config, layout.data)
+    resume = config.train.resume != "never"
+    done = folder.finished_step() if resume else None
+    if done is not None and done >= budget.steps:
+        return Start(done, None, RunState(), None, identity)
+    found = store.newest_whole(folder.checkpoints, warn) if resume else None
+    if resume and found is None and folder.has_checkpoint:
+        raise UserError(
+            f"no checkpoint in {folder.checkpoints} is whole; restore one, or start another run with train.name=NAME"
+        )
+    state, weights = RunState(), None
+    if found is not None:
+        state = _check_checkpoint(*found, config, layout, identity, budget)
+    elif config.train.init_from is not None:
+        weights = store.resolve(Path(config.train.init_from), warn)
+    if found is not None:
+        store.set_aside_newer(folder.checkpoints, found[0])
+    folder.record(layout.as_dict(), tokenizer)
+    if not launched:  # `lightnet train` has done it before it started the ranks, and may ask for a stop at any time
+        folder.clear_stop()
+    return Start(None, found[0] if found else None, state, weights, identity)
+
+
+def _check_checkpoint(
+    path: Path, manifest: dict[str, Any], config: RunConfig, layout: Layout, identity: dict[str, Any], budget: Budget
+) -> RunState:
+    stage = effective_zero_stage(config)
+    if manifest["layout"] != layout.as_dict() or manifest["zero_stage"] != stage:
+        raise UserError(
+            f"{path} was written by layout {manifest['layout']} with ZeRO {manifest['zero_stage']}; resuming on "
+            f"{layout.as_dict()} with ZeRO {stage} is not available yet"
+        )
+    if manifest["data"] != identity:
+        raise UserError(
+            f"data.path {config.data.path} holds other data than {path} was trained on ({identity} now, "
+            f"{manifest['data']} then); restore them, or start another run with train.init_from={path}"
+        )
+    state = RunState.from_dict(manifest["state"])
+    if state.step > budget.steps:
+        raise UserError(f"{path} is at step {state.step} already, beyond the budget of {budget.steps} steps; raise it")
+    return state
