@@ -73,7 +73,8 @@ def test_unreadable_file_as_an_ordinary_user(tmp_path: Path) -> None:
         if folder == Path("/tmp"):
             break
         folder.chmod(0o755)
-    code = "import os, tqdm, lightnet_data.prepare, lightnet_llm.cli.prep; os.setgid(65534); os.setuid(65534)\nfrom lightnet_llm.cli import main; main()"
+    code = "import os, tqdm, lightnet_data.prepare, lightnet_llm.cli.prep; os.setgid(65534); os.setuid(65534)\n"
+    code += "from lightnet_llm.cli import main; main()"
     command = [sys.executable, "-c", code, "prep", str(corpus), "--output", "/tmp/lightnet-nobody"]
     environment = {**os.environ, "HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)

@@ -42,3 +42,19 @@ def double_replicated_norm() -> None:
 
     for module in (parameters, layers, lrpe, norms, tpe):
         module.declare = declare  # type: ignore[attr-defined]
+
+
+def fail_save_on_rank_one() -> None:
+    """The disk of one rank is full."""
+    import os
+
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    original = TorchCheckpointEngine.save
+
+    def save(self, state_dict, path):  # type: ignore[no-untyped-def]
+        if os.environ["RANK"] == "1":
+            raise OSError(28, "No space left on device", str(path))
+        return original(self, state_dict, path)
+
+    TorchCheckpointEngine.save = save  # type: ignore[method-assign]

@@ -157,6 +157,16 @@ def test_what_one_rank_alone_cannot_do_is_said(ranks: Ranks, tiny: Path, tmp_pat
     assert "error: rank 1: " in text and "another model" in text
 
 
+def test_a_save_that_fails_on_one_rank_ends_the_run_on_all(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    arguments = ["--config", str(tiny), f"train.output={tmp_path}", "train.name=run", "checkpoint.interval=3"]
+    codes = ranks.run(2, arguments, tmp_path / "log", plant="fail_save_on_rank_one")
+    assert codes == [1, 1]  # of themselves: nobody waits in a collective until killed
+    texts = [(tmp_path / f"log.rank{rank}").read_text() for rank in range(2)]
+    assert "error: checkpoint of step 3 could not be written (on another rank" in texts[0]
+    assert "error: rank 1: " in texts[1] and "No space left on device" in texts[1]
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
+
+
 def test_rotation(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     overrides = ["train.steps=10", "checkpoint.interval=1", "checkpoint.keep_last=2", "checkpoint.keep_every=4"]
     ranks.train(1, tiny, overrides, tmp_path, "run")
