@@ -1,4 +1,6 @@
 # Everything installs into .venv; nothing else of the machine is touched.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,11 +29,13 @@ demo: install  ## prepare, train, stop, resume, measure, sample and draw: runs/d
 test: install  ## what needs no GPU, no root and no network (15 minutes on two cores at most)
 	$(PYTEST) -m "not slow and not system and not gpu"
 
-test-full: install  ## everything that is slow, too
-	$(PYTEST) -m "not system and not gpu" --timeout 1200
+test-full: install  ## everything that is slow, too; leaves tests/logs/test-full.log
+	@mkdir -p tests/logs
+	{ date -u +%F; $(BIN)/python --version; $(PYTEST) -m "not system and not gpu" --timeout 1200; } 2>&1 | tee tests/logs/test-full.log
 
-test-system: install  ## what needs root or system packages
-	$(PYTEST) -m system --timeout 1200
+test-system: install  ## what needs root; leaves tests/logs/test-system.log
+	@mkdir -p tests/logs
+	{ date -u +%F; $(BIN)/python --version; $(PYTEST) -m system --timeout 1200; } 2>&1 | tee tests/logs/test-system.log
 
 lint: install  ## ruff: style and errors
 	$(BIN)/ruff check .
