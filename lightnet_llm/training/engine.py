@@ -239,8 +239,12 @@ class Engine:
                 problems.append(f"{type(error).__name__}: {error}")
 
         writer.save = save
+        # The recovery script that DeepSpeed would copy fails on pipeline checkpoints; ``weights/`` serves instead.
+        self.engine._copy_recovery_script = lambda path: None
         try:
             self.engine.save_checkpoint(str(folder), tag="engine", client_state=client_state, save_latest=False)
+        except OSError as error:
+            problems.append(f"{type(error).__name__}: {error}")
         finally:
             writer.save = original
         return problems[0] if problems else None
