@@ -6,6 +6,8 @@ With p_t = phi dphi / s_t: dk_r = e^{k_r} (sum_{t>=r} phi_t c_tr <do_t, v_r> / s
                          chunk)), angle 0 at the chunk's first token
   pressure[b, h, D]      sum of p over block b, in units of exp(-before); after `scan_pressure` over all later blocks,
                          in units of exp(-(running maximum after the block))
+  x[B, N, H, D]          phi / s_t in units of exp(-before), in the operands' dtype: what later kernels would compute again
+                         for every pair of blocks
 Every kernel of blocks adds theta's part of its tokens, place times torque, into its own row of torque[b, h, D].
 """
 
@@ -16,6 +18,8 @@ import triton.language as tl
 
 from .triton_parts import (
     LEVELS,
+    activated,
+    as_keys,
     earlier_pairs,
     exact_mass,
     left_peak,
@@ -27,7 +31,6 @@ from .triton_parts import (
     load_half,
     load_keys,
     load_matrix,
-    load_phi,
     load_rows,
     load_vector,
     read_scale,
@@ -57,17 +60,15 @@ def any_flag(flag_ptr, block, blocks, H, NB: tl.constexpr):
 
 @triton.jit
 def state_grads(
-    q_ptr, k_ptr, g_ptr, chunks_ptr, cos_ptr, sin_ptr, grad_ptr, peak_ptr, mass_ptr, before_ptr, flag_ptr,
-    sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, H,
+    q_ptr, k_ptr, g_ptr, x_ptr, chunks_ptr, cos_ptr, sin_ptr, grad_ptr, peak_ptr, mass_ptr, before_ptr, flag_ptr,
+    sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sxb, sxn, sxh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr,
     LRPE: tl.constexpr, SILU: tl.constexpr, EXACT: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """grad of every chunk on its own. One program a (chunk, head, block of features)."""
+    """read of every token, and grad of every chunk on its own. One program a (chunk, head, block of features)."""
     chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     batch, first, length, ends = load_chunk(chunks_ptr, chunk)
-    if (ends & 1) == 1:  # nothing lies before
-        return
     blocks = tl.cdiv(length, BT)
     if EXACT:
         if any_flag(flag_ptr + head, chunk * NB, blocks, H, NB) == 0:
@@ -76,6 +77,7 @@ def state_grads(
     col = tl.program_id(2) * DH + tl.arange(0, DH)
     q_ptr += batch * sqb + first * sqn + head * sqh
     k_ptr += batch * skb + first * skn + head * skh
+    x_ptr += batch * sxb + first * sxn + head * sxh
     g_ptr += batch * sgb + first * sgn + head * sgh
     at = (chunk * NB * H + head) * D
     origin = load_vector(before_ptr + at, col, D, DH)
@@ -87,18 +89,25 @@ def state_grads(
         before = load_vector(before_ptr + at, col, D, DH)
         mass = load_vector(mass_ptr + at, col, D, DH)
         unit = block_reference(k_ptr, peak_ptr, before, at, skn, i * BT, col, D, DH)
-        keys = load_keys(k_ptr, row, skn, col, present, D, DH)
-        phi = load_phi(q_ptr, row, sqn, col, present, D, DH, SILU)
-        read = phi * read_scale(keys, before, mass, unit, origin, present, BT, DH, EXACT, OP, PREC)
+        keys = load_rows(k_ptr, row, skn, col, present, D, DH)
+        query = load_rows(q_ptr, row, sqn, col, present, D, DH)
         grad = load_rows(g_ptr, row, sgn, vcol, present, V, VP).to(OP)
         if LRPE:
             cos = load_angles(cos_ptr, head, row, col, NB * BT, D, DH)
             sin = load_angles(sin_ptr, head, row, col, NB * BT, D, DH)
+        keys = as_keys(keys, present)
+        scale = read_scale(keys, before, mass, unit, before, present, BT, DH, EXACT, OP, PREC)
+        read = activated(query, SILU) * scale
+        store_rows(x_ptr, row, sxn, col, present, read, D)
+        read *= tl.where(origin == float("-inf"), 0.0, tl.exp(origin - before))[None, :]
+        if LRPE:
             real = tl.dot(tl.trans((read * cos).to(OP)), grad, real, input_precision=PREC)
             imag = tl.dot(tl.trans((read * sin).to(OP)), grad, imag, input_precision=PREC)
         else:
             real = tl.dot(tl.trans(read.to(OP)), grad, real, input_precision=PREC)
         at += H * D
+    if (ends & 1) == 1:  # nothing lies before
+        return
     grad_ptr += (chunk * H + head) * ((2 if LRPE else 1) * D * V)
     store_half(grad_ptr, col, vcol, real, D, V)
     if LRPE:
@@ -211,31 +220,35 @@ def query_grads(
     imag = tl.zeros([BT, DH], tl.float32)
     if (ends & 1) == 0:
         origin = load_vector(before_ptr + at - place * H * D, col, D, DH)
-        entry = tl.exp(origin - unit)[None, :]
         kv_ptr += (chunk * H + head) * ((2 if LRPE else 1) * D * V)
-        real = tl.dot(grad, tl.trans(load_matrix(kv_ptr, col, vcol, D, V, DH, VP)), real, input_precision=PREC) * entry
+        state = load_matrix(kv_ptr, col, vcol, D, V, DH, VP)
         if LRPE:
-            state = tl.trans(load_matrix(kv_ptr + D * V, col, vcol, D, V, DH, VP))
-            imag = tl.dot(grad, state, imag, input_precision=PREC) * entry
+            state_imag = load_matrix(kv_ptr + D * V, col, vcol, D, V, DH, VP)
+        entry = tl.exp(origin - unit)[None, :]
+        real = tl.dot(grad, tl.trans(state), real, input_precision=PREC) * entry
+        if LRPE:
+            imag = tl.dot(grad, tl.trans(state_imag), imag, input_precision=PREC) * entry
     for i in range(0, place):
         there = i * BT + step
         value = load_rows(v_ptr, there, svn, vcol, there < length, V, VP).to(OP)
-        pairs = tl.dot(grad, tl.trans(value), input_precision=PREC).to(OP)
-        weight = tl.exp(load_keys(k_ptr, there, skn, col, there < length, D, DH) - unit[None, :])
+        keys = load_keys(k_ptr, there, skn, col, there < length, D, DH)
         if LRPE:
-            weight_cos = (weight * load_angles(cos_ptr, head, there, col, NB * BT, D, DH)).to(OP)
-            weight_sin = (weight * load_angles(sin_ptr, head, there, col, NB * BT, D, DH)).to(OP)
-            real = tl.dot(pairs, weight_cos, real, input_precision=PREC)
-            imag = tl.dot(pairs, weight_sin, imag, input_precision=PREC)
+            cos = load_angles(cos_ptr, head, there, col, NB * BT, D, DH)
+            sin = load_angles(sin_ptr, head, there, col, NB * BT, D, DH)
+        pairs = tl.dot(grad, tl.trans(value), input_precision=PREC).to(OP)
+        weight = tl.exp(keys - unit[None, :])
+        if LRPE:
+            real = tl.dot(pairs, (weight * cos).to(OP), real, input_precision=PREC)
+            imag = tl.dot(pairs, (weight * sin).to(OP), imag, input_precision=PREC)
         else:
             real = tl.dot(pairs, weight.to(OP), real, input_precision=PREC)
 
     value = load_rows(v_ptr, row, svn, vcol, present, V, VP).to(OP)
-    pairs = tl.dot(grad, tl.trans(value), input_precision=PREC)
     keys = load_keys(k_ptr, row, skn, col, present, D, DH)
     if LRPE:
         cos = load_angles(cos_ptr, head, row, col, NB * BT, D, DH)
         sin = load_angles(sin_ptr, head, row, col, NB * BT, D, DH)
+    pairs = tl.dot(grad, tl.trans(value), input_precision=PREC)
     if EXACT:
         top, total = exact_mass(keys, before, mass, present, BT, DH)
         scale = tl.where(present[:, None], tl.exp(before[None, :] - top) / total, 0.0)
@@ -259,16 +272,16 @@ def query_grads(
             else:
                 real += tl.dot(kept, weight.to(OP), input_precision=PREC) * scale
     else:
-        total = running_mass(keys, before, mass, unit, BT, OP, PREC)
+        inverse = 1.0 / running_mass(keys, before, mass, unit, BT, OP, PREC)
         weight = tl.exp(keys - unit[None, :])
         kept = tl.where(step[:, None] >= step[None, :], pairs, 0.0).to(OP)
         if LRPE:
-            real = tl.dot(kept, (weight * cos).to(OP), real, input_precision=PREC) / total
-            imag = tl.dot(kept, (weight * sin).to(OP), imag, input_precision=PREC) / total
+            real = tl.dot(kept, (weight * cos).to(OP), real, input_precision=PREC) * inverse
+            imag = tl.dot(kept, (weight * sin).to(OP), imag, input_precision=PREC) * inverse
             cos = load_angles(cos_ptr, head, row, col, NB * BT, D, DH, 1)
             sin = load_angles(sin_ptr, head, row, col, NB * BT, D, DH, 1)
         else:
-            real = tl.dot(kept, weight.to(OP), real, input_precision=PREC) / total
+            real = tl.dot(kept, weight.to(OP), real, input_precision=PREC) * inverse
 
     query = load_rows(q_ptr, row, sqn, col, present, D, DH).to(tl.float32)
     gate = tl.sigmoid(query)
@@ -293,7 +306,7 @@ def query_grads(
             taken += tl.dot(right, asked.to(OP), input_precision=PREC) * level_keys(keys, peak, BT, SIZE)
         here = tl.sum(tl.where(present[:, None], product * tl.exp(before[None, :] - top) / total, 0.0), 0)
     else:
-        asked = product / total
+        asked = product * inverse
         here = tl.exp(before - unit) * tl.sum(asked, 0)
         later = tl.dot(tl.trans(triangle(BT, OP)), asked.to(OP), input_precision=PREC)
         taken = tl.exp(load_keys(k_ptr, row, skn, col, present, D, DH, 1) - unit[None, :]) * later
@@ -331,9 +344,9 @@ def scan_pressure(
 
 @triton.jit
 def key_grads(
-    q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, chunks_ptr, cos_ptr, sin_ptr, grad_ptr, peak_ptr, mass_ptr, before_ptr,
+    q_ptr, k_ptr, v_ptr, g_ptr, x_ptr, dk_ptr, chunks_ptr, cos_ptr, sin_ptr, grad_ptr, peak_ptr, mass_ptr, before_ptr,
     flag_ptr, pressure_ptr, torque_ptr,
-    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sxb, sxn, sxh, sdb, sdn, sdh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr,
     LRPE: tl.constexpr, SILU: tl.constexpr, EXACT: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -346,7 +359,7 @@ def key_grads(
         return
     blocks = tl.cdiv(length, BT)
     # Each (block, head) is done once: dk is read and written here.
-    if (any_flag(flag_ptr + head, block, blocks - place, H, NB) != 0) != EXACT:
+    if (tl.load(flag_ptr + block * H + head) != 0) != EXACT:
         return
     step, vcol = tl.arange(0, BT), tl.arange(0, VP)
     col = tl.program_id(2) * DH + tl.arange(0, DH)
@@ -355,6 +368,7 @@ def key_grads(
     q_ptr += batch * sqb + first * sqn + head * sqh
     k_ptr += batch * skb + first * skn + head * skh
     v_ptr += batch * svb + first * svn + head * svh
+    x_ptr += batch * sxb + first * sxn + head * sxh
     g_ptr += batch * sgb + first * sgn + head * sgh
     at = (block * H + head) * D
     before = load_vector(before_ptr + at, col, D, DH)
@@ -366,29 +380,26 @@ def key_grads(
     if ends < 2:  # the chunk is full and not its sequence's last
         tail = at + (NB - 1 - place) * H * D
         end = tl.maximum(load_vector(before_ptr + tail, col, D, DH), load_vector(peak_ptr + tail, col, D, DH))
-        fade = tl.exp(after - end)[None, :]
         grad_ptr += (chunk * H + head) * ((2 if LRPE else 1) * D * V)
         state = load_matrix(grad_ptr, col, vcol, D, V, DH, VP)
+        if LRPE:
+            state_imag = load_matrix(grad_ptr + D * V, col, vcol, D, V, DH, VP)
+        fade = tl.exp(after - end)[None, :]
         real = tl.dot(value, tl.trans(state), real, input_precision=PREC) * fade
         if LRPE:
-            state = load_matrix(grad_ptr + D * V, col, vcol, D, V, DH, VP)
-            imag = tl.dot(value, tl.trans(state), imag, input_precision=PREC) * fade
+            imag = tl.dot(value, tl.trans(state_imag), imag, input_precision=PREC) * fade
     for i in range(place + 1, blocks):
         there = i * BT + step
-        ok = there < length
-        other = at + (i - place) * H * D
-        before_t = load_vector(before_ptr + other, col, D, DH)
-        mass_t = load_vector(mass_ptr + other, col, D, DH)
-        unit_t = block_reference(k_ptr, peak_ptr, before_t, other, skn, i * BT, col, D, DH)
-        keys_t = load_keys(k_ptr, there, skn, col, ok, D, DH)
-        scale = read_scale(keys_t, before_t, mass_t, unit_t, after, ok, BT, DH, EXACT, OP, PREC)
-        read = load_phi(q_ptr, there, sqn, col, ok, D, DH, SILU) * scale
-        grad = load_rows(g_ptr, there, sgn, vcol, ok, V, VP).to(OP)
-        pairs = tl.dot(value, tl.trans(grad), input_precision=PREC).to(OP)
+        grad = load_rows(g_ptr, there, sgn, vcol, there < length, V, VP).to(OP)
+        read = load_rows(x_ptr, there, sxn, col, there < length, D, DH)
+        before_t = load_vector(before_ptr + at + (i - place) * H * D, col, D, DH)
         if LRPE:
             cos = load_angles(cos_ptr, head, there, col, NB * BT, D, DH)
-            real = tl.dot(pairs, (read * cos).to(OP), real, input_precision=PREC)
             sin = load_angles(sin_ptr, head, there, col, NB * BT, D, DH)
+        pairs = tl.dot(value, tl.trans(grad), input_precision=PREC).to(OP)
+        read = read.to(tl.float32) * tl.exp(after - before_t)[None, :]
+        if LRPE:
+            real = tl.dot(pairs, (read * cos).to(OP), real, input_precision=PREC)
             imag = tl.dot(pairs, (read * sin).to(OP), imag, input_precision=PREC)
         else:
             real = tl.dot(pairs, read.to(OP), real, input_precision=PREC)
@@ -400,8 +411,9 @@ def key_grads(
     mass = load_vector(mass_ptr + at, col, D, DH)
     later = load_vector(pressure_ptr + at, col, D, DH)
     grad = load_rows(g_ptr, row, sgn, vcol, present, V, VP).to(OP)
+    query = load_rows(q_ptr, row, sqn, col, present, D, DH)
     pairs = tl.dot(value, tl.trans(grad), input_precision=PREC)  # [r, t]
-    phi = load_phi(q_ptr, row, sqn, col, present, D, DH, SILU)
+    phi = activated(query, SILU)
     if EXACT:
         top, total = exact_mass(keys, before, mass, present, BT, DH)
         weight = tl.exp(keys - after[None, :])
@@ -448,8 +460,9 @@ def key_grads(
 
 @triton.jit
 def value_grads(
-    q_ptr, k_ptr, g_ptr, dv_ptr, chunks_ptr, cos_ptr, sin_ptr, grad_ptr, peak_ptr, mass_ptr, before_ptr, flag_ptr,
-    sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+    q_ptr, k_ptr, g_ptr, x_ptr, dv_ptr, chunks_ptr, cos_ptr, sin_ptr, grad_ptr, peak_ptr, mass_ptr, before_ptr,
+    flag_ptr,
+    sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sxb, sxn, sxh, sdb, sdn, sdh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
     NB: tl.constexpr, LRPE: tl.constexpr, SILU: tl.constexpr, EXACT: tl.constexpr, OP: tl.constexpr,
     PREC: tl.constexpr,
@@ -463,13 +476,14 @@ def value_grads(
         return
     blocks = tl.cdiv(length, BT)
     if EXACT:
-        if any_flag(flag_ptr + head, block, blocks - place, H, NB) == 0:
+        if tl.load(flag_ptr + block * H + head) == 0:
             return
     step, vcol = tl.arange(0, BT), tl.arange(0, VP)
     row = place * BT + step
     present = row < length
     q_ptr += batch * sqb + first * sqn + head * sqh
     k_ptr += batch * skb + first * skn + head * skh
+    x_ptr += batch * sxb + first * sxn + head * sxh
     g_ptr += batch * sgb + first * sgn + head * sgh
     dv_ptr += batch * sdb + first * sdn + head * sdh
     grad_ptr += (chunk * H + head) * ((2 if LRPE else 1) * D * V)
@@ -478,12 +492,15 @@ def value_grads(
     weights = ()
     for half in tl.static_range(NH):
         col = half * DH + tl.arange(0, DH)
-        after = tl.maximum(load_vector(before_ptr + at, col, D, DH), load_vector(peak_ptr + at, col, D, DH))
         keys = load_keys(k_ptr, row, skn, col, present, D, DH)
+        if LRPE:
+            cos = load_angles(cos_ptr, head, row, col, NB * BT, D, DH)
+            sin = load_angles(sin_ptr, head, row, col, NB * BT, D, DH)
+        after = tl.maximum(load_vector(before_ptr + at, col, D, DH), load_vector(peak_ptr + at, col, D, DH))
         weight = tl.exp(keys - after[None, :])
         if LRPE:
-            weight_cos = weight * load_angles(cos_ptr, head, row, col, NB * BT, D, DH)
-            weight_sin = weight * load_angles(sin_ptr, head, row, col, NB * BT, D, DH)
+            weight_cos = weight * cos
+            weight_sin = weight * sin
             weights = weights + (weight_cos.to(OP), weight_sin.to(OP))
         else:
             weight_cos = weight
@@ -491,46 +508,46 @@ def value_grads(
         if ends < 2:
             tail = at + (NB - 1 - place) * H * D
             end = tl.maximum(load_vector(before_ptr + tail, col, D, DH), load_vector(peak_ptr + tail, col, D, DH))
-            fade = tl.exp(after - end)[None, :]
             state = load_matrix(grad_ptr, col, vcol, D, V, DH, VP)
+            if LRPE:
+                state_imag = load_matrix(grad_ptr + D * V, col, vcol, D, V, DH, VP)
+            fade = tl.exp(after - end)[None, :]
             out = tl.dot((weight_cos * fade).to(OP), state, out, input_precision=PREC)
             if LRPE:
-                state = load_matrix(grad_ptr + D * V, col, vcol, D, V, DH, VP)
-                out = tl.dot((weight_sin * fade).to(OP), state, out, input_precision=PREC)
+                out = tl.dot((weight_sin * fade).to(OP), state_imag, out, input_precision=PREC)
     for i in range(place + 1, blocks):
         there = i * BT + step
-        ok = there < length
         other = at + (i - place) * H * D
         scores = tl.zeros([BT, BT], tl.float32)  # [r, t]
         for half in tl.static_range(NH):
             col = half * DH + tl.arange(0, DH)
             after = tl.maximum(load_vector(before_ptr + at, col, D, DH), load_vector(peak_ptr + at, col, D, DH))
             before_t = load_vector(before_ptr + other, col, D, DH)
-            mass_t = load_vector(mass_ptr + other, col, D, DH)
-            unit_t = block_reference(k_ptr, peak_ptr, before_t, other, skn, i * BT, col, D, DH)
-            keys_t = load_keys(k_ptr, there, skn, col, ok, D, DH)
-            scale = read_scale(keys_t, before_t, mass_t, unit_t, after, ok, BT, DH, EXACT, OP, PREC)
-            read = load_phi(q_ptr, there, sqn, col, ok, D, DH, SILU) * scale
+            read = load_rows(x_ptr, there, sxn, col, there < length, D, DH)
             if LRPE:
                 cos = load_angles(cos_ptr, head, there, col, NB * BT, D, DH)
-                scores = tl.dot(weights[2 * half], tl.trans((read * cos).to(OP)), scores, input_precision=PREC)
                 sin = load_angles(sin_ptr, head, there, col, NB * BT, D, DH)
+            read = read.to(tl.float32) * tl.exp(after - before_t)[None, :]
+            if LRPE:
+                scores = tl.dot(weights[2 * half], tl.trans((read * cos).to(OP)), scores, input_precision=PREC)
                 scores = tl.dot(weights[2 * half + 1], tl.trans((read * sin).to(OP)), scores, input_precision=PREC)
             else:
                 scores = tl.dot(weights[half], tl.trans(read.to(OP)), scores, input_precision=PREC)
-        grad = load_rows(g_ptr, there, sgn, vcol, ok, V, VP).to(OP)
+        grad = load_rows(g_ptr, there, sgn, vcol, there < length, V, VP).to(OP)
         out = tl.dot(scores.to(OP), grad, out, input_precision=PREC)
 
+    grad = load_rows(g_ptr, row, sgn, vcol, present, V, VP).to(OP)
     scores = tl.zeros([BT, BT], tl.float32)
     for half in tl.static_range(NH):
         col = half * DH + tl.arange(0, DH)
         before = load_vector(before_ptr + at, col, D, DH)
         mass = load_vector(mass_ptr + at, col, D, DH)
         keys = load_keys(k_ptr, row, skn, col, present, D, DH, 1)
-        phi = load_phi(q_ptr, row, sqn, col, present, D, DH, SILU)
+        query = load_rows(q_ptr, row, sqn, col, present, D, DH)
         if LRPE:
             cos = load_angles(cos_ptr, head, row, col, NB * BT, D, DH, 1)
             sin = load_angles(sin_ptr, head, row, col, NB * BT, D, DH, 1)
+        phi = activated(query, SILU)
         if EXACT:
             top, total = exact_mass(keys, before, mass, present, BT, DH)
             read = tl.where(present[:, None], phi * tl.exp(keys - top) / total, 0.0)
@@ -557,6 +574,5 @@ def value_grads(
                 scores = tl.dot(weight.to(OP), tl.trans(read.to(OP)), scores, input_precision=PREC)
     if not EXACT:
         scores = tl.where(step[:, None] <= step[None, :], scores, 0.0)
-    grad = load_rows(g_ptr, row, sgn, vcol, present, V, VP).to(OP)
     out = tl.dot(scores.to(OP), grad, out, input_precision=PREC)
     store_rows(dv_ptr, row, sdn, vcol, present, out, V)

@@ -98,9 +98,14 @@ def load_keys(
 
 
 @triton.jit
-def load_phi(ptr, row, stride, col, present, WIDTH: tl.constexpr, PADDED: tl.constexpr, SILU: tl.constexpr):
-    query = load_rows(ptr, row, stride, col, present, WIDTH, PADDED).to(tl.float32)
+def activated(query, SILU: tl.constexpr):
+    query = query.to(tl.float32)
     return query * tl.sigmoid(query) if SILU else query
+
+
+@triton.jit
+def as_keys(keys, present):
+    return tl.where(present[:, None], keys.to(tl.float32), float("-inf"))
 
 
 @triton.jit
@@ -148,9 +153,9 @@ def load_angles(
     POLICY: tl.constexpr = "" if AGAIN == 0 else ("evict_last" if AGAIN == 1 else "evict_first")
     at = ptr + (head * (LENGTH + 1) + row)[:, None] * D + col[None, :]
     if D % DH == 0:
-        return tl.load(at, eviction_policy=POLICY).to(tl.float32)
+        return tl.load(at, eviction_policy=POLICY)
     else:
-        return tl.load(at, mask=(col < D)[None, :], other=0.0, eviction_policy=POLICY).to(tl.float32)
+        return tl.load(at, mask=(col < D)[None, :], other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit

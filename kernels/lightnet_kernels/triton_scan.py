@@ -192,7 +192,7 @@ class _Shape(NamedTuple):
 
 def _shape(query: Tensor, value: Tensor, theta: Tensor | None) -> _Shape:
     heads, width = query.shape[2:]
-    padded = max(16, triton.next_power_of_2(value.shape[3]))
+    padded = max(64, triton.next_power_of_2(value.shape[3]))
     wide = query.dtype == torch.float32
     return _Shape(heads, width, value.shape[3], padded, theta is not None, wide)
 
@@ -203,8 +203,8 @@ def _launch(name: str, shape: _Shape) -> dict[str, int]:
         return {"num_warps": 4, "num_stages": 1}
     if name in ("scan_mass", "scan_pressure"):
         return {"num_warps": 1, "num_stages": 1}
-    features = min(shape.padded, 64)
-    return {"DH": features, "num_warps": 4, "num_stages": 1 if shape.wide else 2}
+    # Tiles of 32 raise illegal memory accesses with Triton 3.6 on an H100: narrower heads are padded to 64.
+    return {"DH": 64, "num_warps": 4, "num_stages": 1 if shape.wide else 2}
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -327,6 +327,7 @@ def _backward(
     kv, peak, mass, before, flag, cos, sin = saved
     grad_kv = torch.empty_like(kv)
     pressure = torch.empty_like(peak)
+    read = torch.empty(query.shape, dtype=shape.state_dtype, device=device)
     torque = moved = None
     if theta is not None:
         torque = torch.zeros(2, *peak.shape, device=device)  # blocks without tokens are never written
@@ -337,7 +338,7 @@ def _backward(
     features = triton.cdiv(shape.D, launch["DH"])
     for exact in FORMS:
         kernels.state_grads[(chunks, heads, features)](
-            query, key, grad, table.chunks, cos, sin, grad_kv, *tail, *_strides(query, key, grad), heads,
+            query, key, grad, read, table.chunks, cos, sin, grad_kv, *tail, *_strides(query, key, grad, read), heads,
             EXACT=exact, **common, **launch,
         )  # fmt: skip
     size = _feature_block(shape)
@@ -363,16 +364,16 @@ def _backward(
     features = triton.cdiv(shape.D, launch["DH"])
     for exact in FORMS:
         kernels.key_grads[(chunks * BLOCKS, heads, features)](
-            query, key, value, grad, grad_key, table.chunks, cos, sin, grad_kv, *tail, pressure,
-            None if torque is None else torque[1], *_strides(query, key, value, grad, grad_key), heads,
+            query, key, value, grad, read, grad_key, table.chunks, cos, sin, grad_kv, *tail, pressure,
+            None if torque is None else torque[1], *_strides(query, key, value, grad, read, grad_key), heads,
             EXACT=exact, **common, **launch,
         )  # fmt: skip
     launch = _launch("value_grads", shape)
     launch["NH"] = triton.cdiv(shape.D, launch["DH"])
     for exact in FORMS:
         kernels.value_grads[(chunks * BLOCKS, heads)](
-            query, key, grad, grad_value, table.chunks, cos, sin, grad_kv, *tail,
-            *_strides(query, key, grad, grad_value), heads, EXACT=exact, **common,
+            query, key, grad, read, grad_value, table.chunks, cos, sin, grad_kv, *tail,
+            *_strides(query, key, grad, read, grad_value), heads, EXACT=exact, **common,
             **launch,
         )  # fmt: skip
     grad_theta = None
