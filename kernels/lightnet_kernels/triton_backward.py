@@ -19,7 +19,6 @@ import triton.language as tl
 from .triton_parts import (
     LEVELS,
     activated,
-    as_keys,
     earlier_pairs,
     exact_mass,
     left_peak,
@@ -89,18 +88,15 @@ def state_grads(
         before = load_vector(before_ptr + at, col, D, DH)
         mass = load_vector(mass_ptr + at, col, D, DH)
         unit = block_reference(k_ptr, peak_ptr, before, at, skn, i * BT, col, D, DH)
-        keys = load_rows(k_ptr, row, skn, col, present, D, DH)
-        query = load_rows(q_ptr, row, sqn, col, present, D, DH)
+        keys = load_keys(k_ptr, row, skn, col, present, D, DH)
+        scale = read_scale(keys, before, mass, unit, before, present, BT, DH, EXACT, OP, PREC)
+        read = activated(load_rows(q_ptr, row, sqn, col, present, D, DH), SILU) * scale
+        store_rows(x_ptr, row, sxn, col, present, read, D)
+        read *= tl.where(origin == float("-inf"), 0.0, tl.exp(origin - before))[None, :]
         grad = load_rows(g_ptr, row, sgn, vcol, present, V, VP).to(OP)
         if LRPE:
             cos = load_angles(cos_ptr, head, row, col, NB * BT, D, DH)
             sin = load_angles(sin_ptr, head, row, col, NB * BT, D, DH)
-        keys = as_keys(keys, present)
-        scale = read_scale(keys, before, mass, unit, before, present, BT, DH, EXACT, OP, PREC)
-        read = activated(query, SILU) * scale
-        store_rows(x_ptr, row, sxn, col, present, read, D)
-        read *= tl.where(origin == float("-inf"), 0.0, tl.exp(origin - before))[None, :]
-        if LRPE:
             real = tl.dot(tl.trans((read * cos).to(OP)), grad, real, input_precision=PREC)
             imag = tl.dot(tl.trans((read * sin).to(OP)), grad, imag, input_precision=PREC)
         else:
@@ -221,34 +217,31 @@ def query_grads(
     if (ends & 1) == 0:
         origin = load_vector(before_ptr + at - place * H * D, col, D, DH)
         kv_ptr += (chunk * H + head) * ((2 if LRPE else 1) * D * V)
-        state = load_matrix(kv_ptr, col, vcol, D, V, DH, VP)
-        if LRPE:
-            state_imag = load_matrix(kv_ptr + D * V, col, vcol, D, V, DH, VP)
         entry = tl.exp(origin - unit)[None, :]
+        state = load_matrix(kv_ptr, col, vcol, D, V, DH, VP)
         real = tl.dot(grad, tl.trans(state), real, input_precision=PREC) * entry
         if LRPE:
-            imag = tl.dot(grad, tl.trans(state_imag), imag, input_precision=PREC) * entry
+            state = load_matrix(kv_ptr + D * V, col, vcol, D, V, DH, VP)
+            imag = tl.dot(grad, tl.trans(state), imag, input_precision=PREC) * entry
     for i in range(0, place):
         there = i * BT + step
         value = load_rows(v_ptr, there, svn, vcol, there < length, V, VP).to(OP)
-        keys = load_keys(k_ptr, there, skn, col, there < length, D, DH)
+        pairs = tl.dot(grad, tl.trans(value), input_precision=PREC).to(OP)
+        weight = tl.exp(load_keys(k_ptr, there, skn, col, there < length, D, DH) - unit[None, :])
         if LRPE:
             cos = load_angles(cos_ptr, head, there, col, NB * BT, D, DH)
-            sin = load_angles(sin_ptr, head, there, col, NB * BT, D, DH)
-        pairs = tl.dot(grad, tl.trans(value), input_precision=PREC).to(OP)
-        weight = tl.exp(keys - unit[None, :])
-        if LRPE:
             real = tl.dot(pairs, (weight * cos).to(OP), real, input_precision=PREC)
+            sin = load_angles(sin_ptr, head, there, col, NB * BT, D, DH)
             imag = tl.dot(pairs, (weight * sin).to(OP), imag, input_precision=PREC)
         else:
             real = tl.dot(pairs, weight.to(OP), real, input_precision=PREC)
 
     value = load_rows(v_ptr, row, svn, vcol, present, V, VP).to(OP)
+    pairs = tl.dot(grad, tl.trans(value), input_precision=PREC)
     keys = load_keys(k_ptr, row, skn, col, present, D, DH)
     if LRPE:
         cos = load_angles(cos_ptr, head, row, col, NB * BT, D, DH)
         sin = load_angles(sin_ptr, head, row, col, NB * BT, D, DH)
-    pairs = tl.dot(grad, tl.trans(value), input_precision=PREC)
     if EXACT:
         top, total = exact_mass(keys, before, mass, present, BT, DH)
         scale = tl.where(present[:, None], tl.exp(before[None, :] - top) / total, 0.0)
@@ -381,39 +374,36 @@ def key_grads(
         tail = at + (NB - 1 - place) * H * D
         end = tl.maximum(load_vector(before_ptr + tail, col, D, DH), load_vector(peak_ptr + tail, col, D, DH))
         grad_ptr += (chunk * H + head) * ((2 if LRPE else 1) * D * V)
-        state = load_matrix(grad_ptr, col, vcol, D, V, DH, VP)
-        if LRPE:
-            state_imag = load_matrix(grad_ptr + D * V, col, vcol, D, V, DH, VP)
         fade = tl.exp(after - end)[None, :]
+        state = load_matrix(grad_ptr, col, vcol, D, V, DH, VP)
         real = tl.dot(value, tl.trans(state), real, input_precision=PREC) * fade
         if LRPE:
-            imag = tl.dot(value, tl.trans(state_imag), imag, input_precision=PREC) * fade
+            state = load_matrix(grad_ptr + D * V, col, vcol, D, V, DH, VP)
+            imag = tl.dot(value, tl.trans(state), imag, input_precision=PREC) * fade
     for i in range(place + 1, blocks):
         there = i * BT + step
         grad = load_rows(g_ptr, there, sgn, vcol, there < length, V, VP).to(OP)
-        read = load_rows(x_ptr, there, sxn, col, there < length, D, DH)
+        pairs = tl.dot(value, tl.trans(grad), input_precision=PREC).to(OP)
         before_t = load_vector(before_ptr + at + (i - place) * H * D, col, D, DH)
+        read = load_rows(x_ptr, there, sxn, col, there < length, D, DH).to(tl.float32)
+        read *= tl.exp(after - before_t)[None, :]
         if LRPE:
             cos = load_angles(cos_ptr, head, there, col, NB * BT, D, DH)
-            sin = load_angles(sin_ptr, head, there, col, NB * BT, D, DH)
-        pairs = tl.dot(value, tl.trans(grad), input_precision=PREC).to(OP)
-        read = read.to(tl.float32) * tl.exp(after - before_t)[None, :]
-        if LRPE:
             real = tl.dot(pairs, (read * cos).to(OP), real, input_precision=PREC)
+            sin = load_angles(sin_ptr, head, there, col, NB * BT, D, DH)
             imag = tl.dot(pairs, (read * sin).to(OP), imag, input_precision=PREC)
         else:
             real = tl.dot(pairs, read.to(OP), real, input_precision=PREC)
 
-    keys = load_keys(k_ptr, row, skn, col, present, D, DH)
-    if LRPE:
-        cos = load_angles(cos_ptr, head, row, col, NB * BT, D, DH)
-        sin = load_angles(sin_ptr, head, row, col, NB * BT, D, DH)
+    grad = load_rows(g_ptr, row, sgn, vcol, present, V, VP).to(OP)
+    pairs = tl.dot(value, tl.trans(grad), input_precision=PREC)  # [r, t]
     mass = load_vector(mass_ptr + at, col, D, DH)
     later = load_vector(pressure_ptr + at, col, D, DH)
-    grad = load_rows(g_ptr, row, sgn, vcol, present, V, VP).to(OP)
-    query = load_rows(q_ptr, row, sqn, col, present, D, DH)
-    pairs = tl.dot(value, tl.trans(grad), input_precision=PREC)  # [r, t]
-    phi = activated(query, SILU)
+    keys = load_keys(k_ptr, row, skn, col, present, D, DH)
+    if EXACT and LRPE:
+        cos = load_angles(cos_ptr, head, row, col, NB * BT, D, DH)
+        sin = load_angles(sin_ptr, head, row, col, NB * BT, D, DH)
+    phi = activated(load_rows(q_ptr, row, sqn, col, present, D, DH), SILU)
     if EXACT:
         top, total = exact_mass(keys, before, mass, present, BT, DH)
         weight = tl.exp(keys - after[None, :])
@@ -443,11 +433,16 @@ def key_grads(
         fade = tl.exp(unit - after)[None, :]
         kept = tl.where(step[:, None] <= step[None, :], pairs, 0.0).to(OP)
         if LRPE:
+            cos = load_angles(cos_ptr, head, row, col, NB * BT, D, DH)
             real = tl.dot(kept, (read * cos).to(OP), real * fade, input_precision=PREC) * weight
+            sin = load_angles(sin_ptr, head, row, col, NB * BT, D, DH)
             imag = tl.dot(kept, (read * sin).to(OP), imag * fade, input_precision=PREC) * weight
         else:
             real = tl.dot(kept, read.to(OP), real * fade, input_precision=PREC) * weight
         taken = weight * (fade * later[None, :])
+        if LRPE:
+            cos = load_angles(cos_ptr, head, row, col, NB * BT, D, DH, 1)
+            sin = load_angles(sin_ptr, head, row, col, NB * BT, D, DH, 1)
     dk_ptr += batch * sdb + first * sdn + head * sdh
     taken += load_rows(dk_ptr, row, sdn, col, present, D, DH).to(tl.float32)
     if LRPE:
@@ -508,13 +503,12 @@ def value_grads(
         if ends < 2:
             tail = at + (NB - 1 - place) * H * D
             end = tl.maximum(load_vector(before_ptr + tail, col, D, DH), load_vector(peak_ptr + tail, col, D, DH))
-            state = load_matrix(grad_ptr, col, vcol, D, V, DH, VP)
-            if LRPE:
-                state_imag = load_matrix(grad_ptr + D * V, col, vcol, D, V, DH, VP)
             fade = tl.exp(after - end)[None, :]
+            state = load_matrix(grad_ptr, col, vcol, D, V, DH, VP)
             out = tl.dot((weight_cos * fade).to(OP), state, out, input_precision=PREC)
             if LRPE:
-                out = tl.dot((weight_sin * fade).to(OP), state_imag, out, input_precision=PREC)
+                state = load_matrix(grad_ptr + D * V, col, vcol, D, V, DH, VP)
+                out = tl.dot((weight_sin * fade).to(OP), state, out, input_precision=PREC)
     for i in range(place + 1, blocks):
         there = i * BT + step
         other = at + (i - place) * H * D
@@ -523,31 +517,28 @@ def value_grads(
             col = half * DH + tl.arange(0, DH)
             after = tl.maximum(load_vector(before_ptr + at, col, D, DH), load_vector(peak_ptr + at, col, D, DH))
             before_t = load_vector(before_ptr + other, col, D, DH)
-            read = load_rows(x_ptr, there, sxn, col, there < length, D, DH)
+            read = load_rows(x_ptr, there, sxn, col, there < length, D, DH).to(tl.float32)
+            read *= tl.exp(after - before_t)[None, :]
             if LRPE:
                 cos = load_angles(cos_ptr, head, there, col, NB * BT, D, DH)
-                sin = load_angles(sin_ptr, head, there, col, NB * BT, D, DH)
-            read = read.to(tl.float32) * tl.exp(after - before_t)[None, :]
-            if LRPE:
                 scores = tl.dot(weights[2 * half], tl.trans((read * cos).to(OP)), scores, input_precision=PREC)
+                sin = load_angles(sin_ptr, head, there, col, NB * BT, D, DH)
                 scores = tl.dot(weights[2 * half + 1], tl.trans((read * sin).to(OP)), scores, input_precision=PREC)
             else:
                 scores = tl.dot(weights[half], tl.trans(read.to(OP)), scores, input_precision=PREC)
         grad = load_rows(g_ptr, there, sgn, vcol, there < length, V, VP).to(OP)
         out = tl.dot(scores.to(OP), grad, out, input_precision=PREC)
 
-    grad = load_rows(g_ptr, row, sgn, vcol, present, V, VP).to(OP)
     scores = tl.zeros([BT, BT], tl.float32)
     for half in tl.static_range(NH):
         col = half * DH + tl.arange(0, DH)
         before = load_vector(before_ptr + at, col, D, DH)
         mass = load_vector(mass_ptr + at, col, D, DH)
         keys = load_keys(k_ptr, row, skn, col, present, D, DH, 1)
-        query = load_rows(q_ptr, row, sqn, col, present, D, DH)
         if LRPE:
             cos = load_angles(cos_ptr, head, row, col, NB * BT, D, DH, 1)
             sin = load_angles(sin_ptr, head, row, col, NB * BT, D, DH, 1)
-        phi = activated(query, SILU)
+        phi = activated(load_rows(q_ptr, row, sqn, col, present, D, DH), SILU)
         if EXACT:
             top, total = exact_mass(keys, before, mass, present, BT, DH)
             read = tl.where(present[:, None], phi * tl.exp(keys - top) / total, 0.0)
@@ -574,5 +565,6 @@ def value_grads(
                 scores = tl.dot(weight.to(OP), tl.trans(read.to(OP)), scores, input_precision=PREC)
     if not EXACT:
         scores = tl.where(step[:, None] <= step[None, :], scores, 0.0)
+    grad = load_rows(g_ptr, row, sgn, vcol, present, V, VP).to(OP)
     out = tl.dot(scores.to(OP), grad, out, input_precision=PREC)
     store_rows(dv_ptr, row, sdn, vcol, present, out, V)

@@ -18,7 +18,6 @@ from .triton_parts import (
     LEVELS,
     SAFE_GROWTH,
     activated,
-    as_keys,
     exact_mass,
     left_peak,
     level_keys,
@@ -76,16 +75,15 @@ def chunk_states(
         for i in range(0, blocks):
             row = i * BT + step
             keys = load_keys(k_ptr, row, skn, col, row < length, D, DH)
-            value = load_rows(v_ptr, row, svn, vcol, row < length, V, VP).to(OP)
-            if LRPE:
-                cos = load_angles(cos_ptr, head, row, col, NB * BT, D, DH)
-                sin = load_angles(sin_ptr, head, row, col, NB * BT, D, DH)
             new = tl.maximum(peak, tl.max(keys, 0))
             weight = tl.exp(keys - new[None, :])
             fade = tl.exp(peak - new)[:, None]
             tl.store(peak_ptr + at, new, mask=col < D)
             tl.store(mass_ptr + at, tl.sum(weight, 0), mask=col < D)
+            value = load_rows(v_ptr, row, svn, vcol, row < length, V, VP).to(OP)
             if LRPE:
+                cos = load_angles(cos_ptr, head, row, col, NB * BT, D, DH)
+                sin = load_angles(sin_ptr, head, row, col, NB * BT, D, DH)
                 real = tl.dot(tl.trans((weight * cos).to(OP)), value, real * fade, input_precision=PREC)
                 imag = tl.dot(tl.trans((weight * sin).to(OP)), value, imag * fade, input_precision=PREC)
             else:
@@ -253,41 +251,34 @@ def outputs(
     worst = 0.0
     for half in tl.static_range(NH):
         col = half * DH + tl.arange(0, DH)
-        # Loads first, all of them: then they wait for memory together.
         before = load_vector(before_ptr + at, col, D, DH)
         mass = load_vector(mass_ptr + at, col, D, DH)
-        keys = load_rows(k_ptr, row, skn, col, present, D, DH)
-        query = load_rows(q_ptr, row, sqn, col, present, D, DH)
-        origin = load_vector(before_ptr + at - place * H * D, col, D, DH)
-        peak = load_vector(peak_ptr + at, col, D, DH)
-        begin = load_vector(k_ptr + place * BT * skn, col, D, DH).to(tl.float32)
-        if LRPE:
-            cos = load_angles(cos_ptr, head, row, col, NB * BT, D, DH)
-            sin = load_angles(sin_ptr, head, row, col, NB * BT, D, DH)
-        keys = as_keys(keys, present)
+        keys = load_keys(k_ptr, row, skn, col, present, D, DH)
         if EXACT:
             unit = before
         else:
+            peak = load_vector(peak_ptr + at, col, D, DH)
+            begin = load_vector(k_ptr + place * BT * skn, col, D, DH).to(tl.float32)
             unit, growth = reference(before, begin, peak)
             worst = tl.maximum(worst, tl.max(growth, 0))
         scale = read_scale(keys, before, mass, unit, unit, present, BT, DH, EXACT, OP, PREC)
-        read = activated(query, SILU) * scale
+        read = activated(load_rows(q_ptr, row, sqn, col, present, D, DH), SILU) * scale
         units = units + (unit,)
         if LRPE:
-            read_cos = read * cos
-            read_sin = read * sin
+            read_cos = read * load_angles(cos_ptr, head, row, col, NB * BT, D, DH)
+            read_sin = read * load_angles(sin_ptr, head, row, col, NB * BT, D, DH)
             reads = reads + (read_cos.to(OP), read_sin.to(OP))
         else:
             read_cos = read
             reads = reads + (read_cos.to(OP),)
         if (ends & 1) == 0 or INITIAL:
-            state = load_matrix(kv_ptr, col, vcol, D, V, DH, VP)
-            if LRPE:
-                imag = load_matrix(kv_ptr + D * V, col, vcol, D, V, DH, VP)
+            origin = load_vector(before_ptr + at - place * H * D, col, D, DH)
             entry = tl.where(origin == float("-inf"), 0.0, tl.exp(origin - unit))[None, :]
+            state = load_matrix(kv_ptr, col, vcol, D, V, DH, VP)
             out = tl.dot((read_cos * entry).to(OP), state, out, input_precision=PREC)
             if LRPE:
-                out = tl.dot((read_sin * entry).to(OP), imag, out, input_precision=PREC)
+                state = load_matrix(kv_ptr + D * V, col, vcol, D, V, DH, VP)
+                out = tl.dot((read_sin * entry).to(OP), state, out, input_precision=PREC)
     if not EXACT:
         tl.store(flag_ptr + block * H + head, (worst > SAFE_GROWTH).to(tl.int32))
     for i in range(0, place):
@@ -295,20 +286,17 @@ def outputs(
         scores = tl.zeros([BT, BT], tl.float32)
         for half in tl.static_range(NH):
             col = half * DH + tl.arange(0, DH)
-            keys = load_keys(k_ptr, there, skn, col, there < length, D, DH)
+            weight = tl.exp(load_keys(k_ptr, there, skn, col, there < length, D, DH) - units[half][None, :])
             if LRPE:
                 cos = load_angles(cos_ptr, head, there, col, NB * BT, D, DH)
-                sin = load_angles(sin_ptr, head, there, col, NB * BT, D, DH)
-            weight = tl.exp(keys - units[half][None, :])
-            if LRPE:
                 scores = tl.dot(reads[2 * half], tl.trans((weight * cos).to(OP)), scores, input_precision=PREC)
+                sin = load_angles(sin_ptr, head, there, col, NB * BT, D, DH)
                 scores = tl.dot(reads[2 * half + 1], tl.trans((weight * sin).to(OP)), scores, input_precision=PREC)
             else:
                 scores = tl.dot(reads[half], tl.trans(weight.to(OP)), scores, input_precision=PREC)
         value = load_rows(v_ptr, there, svn, vcol, there < length, V, VP).to(OP)
         out = tl.dot(scores.to(OP), value, out, input_precision=PREC)
 
-    value = load_rows(v_ptr, row, svn, vcol, present, V, VP).to(OP)
     scores = tl.zeros([BT, BT], tl.float32)
     for half in tl.static_range(NH):
         col = half * DH + tl.arange(0, DH)
@@ -343,5 +331,6 @@ def outputs(
                 scores = tl.dot(reads[half], tl.trans(weight.to(OP)), scores, input_precision=PREC)
     if not EXACT:
         scores = tl.where(step[:, None] >= step[None, :], scores, 0.0)
+    value = load_rows(v_ptr, row, svn, vcol, present, V, VP).to(OP)
     out = tl.dot(scores.to(OP), value, out, input_precision=PREC)
     store_rows(o_ptr, row, son, vcol, present, out, V)

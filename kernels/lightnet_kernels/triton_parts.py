@@ -104,11 +104,6 @@ def activated(query, SILU: tl.constexpr):
 
 
 @triton.jit
-def as_keys(keys, present):
-    return tl.where(present[:, None], keys.to(tl.float32), float("-inf"))
-
-
-@triton.jit
 def store_rows(ptr, row, stride, col, present, x, WIDTH: tl.constexpr):
     at = ptr + row[:, None] * stride + col[None, :]
     tl.store(at, x.to(ptr.dtype.element_ty), mask=present[:, None] & (col < WIDTH)[None, :])

@@ -204,7 +204,8 @@ def _launch(name: str, shape: _Shape) -> dict[str, int]:
     if name in ("scan_mass", "scan_pressure"):
         return {"num_warps": 1, "num_stages": 1}
     # Tiles of 32 raise illegal memory accesses with Triton 3.6 on an H100: narrower heads are padded to 64.
-    return {"DH": 64, "num_warps": 4, "num_stages": 1 if shape.wide else 2}
+    pipelined = not shape.wide and not (shape.double and name in ("outputs", "value_grads"))
+    return {"DH": 64, "num_warps": 4, "num_stages": 2 if pipelined else 1}
 
 
 def _rows(x: Tensor) -> Tensor:

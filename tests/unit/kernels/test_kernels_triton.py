@@ -1,0 +1,97 @@
+"""The Triton scan under Triton's interpreter: small shapes, on a CPU. tests/gpu/test_scan.py has the whole table.
+
+TRITON_INTERPRET must be set before triton is imported, which other tests of this process may have done: the table runs
+in a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightnet_kernels import additive_scan, backends
+
+pytest.importorskip("triton")
+from . import triton_table as table
+from .kernel_oracle import make, relative
+
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INSIDE, reason="run by test_table_under_the_interpreter")
+
+
+@pytest.mark.skipif(INSIDE, reason="this is the inner run")
+def test_table_under_the_interpreter():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+@pytest.mark.skipif(INSIDE, reason="the interpreter takes CPU tensors")
+def test_refusals_name_a_way_out():
+    inputs = {name: x.float() for name, x in make(1, 3, 1, 8, 8).items()}
+    with pytest.raises(ValueError, match=r"tensors on a CPU .*; use backend='auto'"):
+        additive_scan(**inputs, backend="triton")
+    with pytest.raises(ValueError, match="does not take causal=False"):
+        additive_scan(**inputs, causal=False, backend="triton")
+    assert additive_scan(**inputs).shape == (1, 3, 1, 8)
+    assert backends() == ["reference", "torch", "triton"]
+
+
+@inside
+@pytest.mark.parametrize("theta", [True, False])
+@pytest.mark.parametrize(("tokens", "width", "value_width"), [(1, 24, 16), (8, 72, 5), (65, 32, 24), (130, 100, 72)])
+def test_shapes(tokens, width, value_width, theta):
+    table.check(make(2, tokens, 1, width, value_width, theta=theta), torch.float32, "cpu")
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_two_chunks(dtype):
+    table.check(make(1, 300, 2, 24, 20), dtype, "cpu")
+
+
+@inside
+@pytest.mark.parametrize("height", [60, 400])
+def test_spikes(height):
+    table.check(table.spiked(make(1, 290, 1, 24, 20), height), torch.float32, "cpu")
+
+
+@inside
+def test_keys_of_any_size():
+    table.check(make(1, 150, 1, 24, 20, scale=1e4), torch.float32, "cpu")
+
+
+@inside
+def test_segments():
+    table.check_segments([3, 0, 64, 1, 260, 70], torch.float32, "cpu", heads=1)
+
+
+@inside
+@pytest.mark.parametrize("theta", [True, False])
+def test_states(theta):
+    table.check_states([5, 64, 200, 1], torch.float32, "cpu", theta=theta)
+
+
+@inside
+def test_strides():
+    def layout(name, x):
+        return x if name == "theta" else x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    table.check(make(2, 70, 2, 24, 20), torch.float32, "cpu", layout=layout, grad_layout=lambda x: x[:, :1].expand_as(x))
+
+
+@inside
+def test_gradients_through_states_are_refused():
+    inputs = {name: x.float().requires_grad_() for name, x in make(1, 3, 1, 8, 8).items()}
+    with pytest.raises(ValueError, match="gradients through states"):
+        additive_scan(**inputs, return_state=True, backend="triton")
+    output, _ = additive_scan(**inputs, return_state=True)
+    assert relative(output, additive_scan(**inputs, backend="triton").detach()) < 1e-5

@@ -1,0 +1,80 @@
+"""One table of the Triton scan for two places: a GPU (tests/gpu) and, at small sizes, Triton's interpreter."""
+
+import torch
+from lightnet_kernels import ScanState, additive_scan
+
+from . import kernel_oracle as oracle
+
+TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (5e-3, 1e-2), torch.float16: (5e-3, 1e-2)}
+
+
+def rounded(inputs, dtype):
+    """Leaves of `dtype` (theta stays float32), and the float64 inputs that they hold exactly."""
+    leaves = {name: x.to(torch.float32 if name == "theta" else dtype) for name, x in inputs.items()}
+    return leaves, {name: x.double() for name, x in leaves.items()}
+
+
+def check(inputs, dtype, device, *, layout=lambda name, x: x, grad_layout=lambda x: x):
+    """Output and gradients against the definition in float64, on the same rounded inputs."""
+    leaves, exact = rounded(inputs, dtype)
+    grad_output = torch.randn(inputs["value"].shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    grad_output = grad_layout(grad_output)
+    wanted, grads, sizes = oracle.expected(exact, grad_output.double())
+    leaves = {name: layout(name, x.to(device)).requires_grad_() for name, x in leaves.items()}
+    upstream = grad_layout(grad_output.to(device))
+    output = additive_scan(**leaves, backend="triton")
+    assert output.dtype == dtype
+    assert oracle.relative(output.cpu(), wanted) < TOLERANCE[dtype][0]
+    actual = dict(zip(leaves, torch.autograd.grad(output, list(leaves.values()), upstream), strict=True))
+    for name, grad in actual.items():
+        assert oracle.relative(grad.cpu(), grads[name], sizes[name]) < TOLERANCE[dtype][1], name
+    if dtype == torch.float32:  # adding a constant to all keys changes nothing
+        assert float(actual["key"].sum(1).norm()) < 1e-4 * float(sizes["key"])
+
+
+def spiked(inputs, height):
+    """Keys that climb by `height` nats inside one block of tokens, in some features twice."""
+    tokens = inputs["key"].shape[1]
+    inputs["key"][:, tokens // 3] += height
+    inputs["key"][:, tokens // 3 + 1, :, ::2] += 2 * height
+    return inputs
+
+
+def check_segments(lengths, dtype, device, *, heads=2, width=24, value_width=20, theta=True):
+    """Packed segments are the segments one by one, with gradients."""
+    inputs = oracle.make(1, sum(lengths), heads, width, value_width, theta=theta)
+    leaves, _ = rounded(inputs, dtype)
+    leaves = {name: x.to(device).requires_grad_() for name, x in leaves.items()}
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    grad = torch.randn(inputs["value"].shape, generator=torch.Generator().manual_seed(3)).to(dtype).to(device)
+    packed = additive_scan(**leaves, cu_seqlens=bounds.to(device), backend="triton")
+    actual = torch.autograd.grad(packed, list(leaves.values()), grad)
+    double = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+    wanted = additive_scan(**double, cu_seqlens=bounds.to(device), backend="torch")
+    expected = torch.autograd.grad(wanted, list(double.values()), grad.double())
+    assert oracle.relative(packed, wanted) < TOLERANCE[dtype][0]
+    for name, one, two in zip(leaves, actual, expected, strict=True):
+        assert oracle.relative(one, two) < 2 * TOLERANCE[dtype][1], name
+
+
+def check_states(cuts, dtype, device, *, theta=True):
+    """A sequence in parts, each continuing the last one's state, is the sequence; so is its state."""
+    inputs = oracle.make(2, sum(cuts), 2, 24, 20, theta=theta)
+    leaves, exact = rounded(inputs, dtype)
+    leaves = {name: x.to(device) for name, x in leaves.items()}
+    angles = leaves.pop("theta", None)
+    exact_angles = exact.pop("theta", None)
+    wanted, last = additive_scan(**exact, theta=exact_angles, return_state=True, backend="torch")
+    state, start, outputs = None, 0, []
+    for size in cuts:
+        part = {name: x[:, start : start + size] for name, x in leaves.items()}
+        output, state = additive_scan(
+            **part, theta=angles, initial_state=state, return_state=True, backend="triton"
+        )
+        outputs.append(output)
+        start += size
+    tolerance = TOLERANCE[dtype][0]
+    assert oracle.relative(torch.cat(outputs, 1).cpu(), wanted) < tolerance
+    assert isinstance(state, ScanState)
+    for name, one, two in zip(ScanState._fields, state, last, strict=True):
+        assert oracle.relative(one.cpu().double(), two.double()) < tolerance, name
