@@ -127,14 +127,15 @@ def test_the_whole_demo(tmp_path, corpus):
         assert f"{number:.4f}" in page and f"{number:.3f}" in result.stdout
     assert "learning_rate" in page and (run / "sample.txt").stat().st_size > 100
 
-    # Again, with another length: the earlier run is announced and replaced, the prepared data is used again.
+    # A bad override is found before anything of the earlier run is removed.
     again = subprocess.run([*command, "--set", "train.steps=nonsense"], capture_output=True, text=True)
-    assert again.returncode == 1 and "train.steps" in again.stderr.splitlines()[-1] and run.is_dir()
+    assert again.returncode == 1 and "train.steps" in again.stderr.splitlines()[-1]
+    assert (run / "report.html").is_file()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_no_process_and_the_next_demo_starts_afresh(tmp_path, corpus, number):
+def test_a_signal_leaves_no_process_and_the_next_demo_starts_afresh(module, capsys, tmp_path, corpus, number):
     command = demo_command(tmp_path, corpus, *SMALL, "train.steps=100000")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "runs" / "demo" / "metrics.jsonl"
@@ -146,3 +147,6 @@ def test_a_signal_leaves_no_process_and_the_next_demo_starts_afresh(tmp_path, co
     assert process.returncode == 128 + number
     assert errors.splitlines()[-1] == "demo: stopped; nothing is left running"
     assert not processes_about(tmp_path)
+
+    module.claim(metrics.parent)
+    assert "fresh run" in capsys.readouterr().out and not metrics.exists()
