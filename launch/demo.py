@@ -240,11 +240,11 @@ def demo(given: argparse.Namespace) -> None:
     with step("resume with the same command, to the end", times):
         lightnet(*train, threads=threads)
     with step("score the held-out documents, beside gzip and xz", times):
-        lightnet("eval", str(run / "checkpoints"), "--baselines", "--output", str(run / "heldout.json"))
+        lightnet("eval", str(run), "--baselines", "--output", str(run / "heldout.json"))
     with step("sample", times), (run / "sample.txt").open("wb") as file:
         prompt = PROMPT if given.corpus is None else ""
         drawing = ["--max-tokens", "300", "--temperature", "0.8", "--top-p", "0.95"]
-        lightnet("generate", str(run / "checkpoints"), "--prompt", prompt, "--echo", *drawing, output=file)
+        lightnet("generate", str(run), "--prompt", prompt, "--echo", *drawing, output=file)
     with step("draw the report", times):
         lightnet("report", str(run))
 

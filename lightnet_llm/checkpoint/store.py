@@ -172,13 +172,14 @@ def resolve(path: Path, warn: Callable[[str], None]) -> Path:
     Raises:
         UserError: there is none.
     """
-    if (path / MANIFEST).is_file() or path.name.startswith("step_"):
+    inside = path / "checkpoints"  # a run folder: it has a manifest too, of its tokenizer
+    if not inside.is_dir() and ((path / MANIFEST).is_file() or path.name.startswith("step_")):
         try:
             verify(path)
         except ValueError as error:
             raise UserError(f"damaged checkpoint: {error}") from None
         return path
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    root = inside if inside.is_dir() else path
     found = newest_whole(root, warn)
     if found is None:
         raise UserError(f"{path}: holds no whole checkpoint; name a run folder or a folder such as .../step_00000100")

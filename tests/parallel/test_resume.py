@@ -218,6 +218,24 @@ def test_init_from_takes_weights_only(ranks: Ranks, tiny: Path, tmp_path: Path) 
     assert "glu" in message and "another model" in message
 
 
+def test_a_checkpoint_is_found_from_every_folder(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    """A run folder of real data holds the tokenizer's manifest too; it must not pass for a checkpoint's."""
+    import shutil
+
+    from lightnet_data import manifest
+    from lightnet_llm.checkpoint.store import resolve
+
+    data = tmp_path / "data"
+    shutil.copytree(tiny.parent / "data", data)
+    (data / "tokenizer.model").write_bytes(b"a tokenizer")
+    ranks.train(1, tiny, [f"data.path={data}", "train.steps=1"], tmp_path, "run")
+    run = tmp_path / "run"
+    assert (run / "tokenizer.model").read_bytes() == b"a tokenizer" and manifest.load(run)["tokenizer"]["eod_id"] == 0
+    newest = run / "checkpoints" / "step_00000001"
+    for given in (run, run / "checkpoints", newest):
+        assert resolve(given, print) == newest
+
+
 def test_run_folder_records_itself(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     rows = ranks.train(1, tiny, ["train.steps=2", "logging.groups_interval=1"], tmp_path, "run")
     folder = tmp_path / "run"
