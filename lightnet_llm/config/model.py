@@ -34,6 +34,11 @@ class ModelConfig(Section):
     )
     lrpe: bool = Field(default=True, description="Linearised relative positional encoding in the scan (MD-LRPE).")
     lrpe_learnable: bool = Field(default=True, description="Whether theta is trained.")
+    lrpe_rate: float = Field(
+        default=1.0,
+        gt=0,
+        description="Factor on theta's learning rate; a step moves a phase by the rate times the lag, so less helps far lags.",
+    )
     lrpe_base: float = Field(default=10000.0, gt=1, description="Base of the frequency ladder.")
     lrpe_ladder: Literal["across_heads", "per_head"] = Field(
         default="across_heads", description="One frequency ladder over all heads, or one restarted in every head."

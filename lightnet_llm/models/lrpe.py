@@ -41,6 +41,7 @@ class LRPE(nn.Module):
             partition_dim=0,
             decay=False,
             keep_fp32=True,
+            rate=config.lrpe_rate,
         )
         self.theta = declare(theta, spec)
         self.scale = config.lrpe_gradient_scale

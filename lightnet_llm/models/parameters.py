@@ -27,6 +27,7 @@ class ParameterSpec:
         partition_dim: dimension that tensor parallelism splits, or None when every rank holds all of it.
         decay: whether weight decay applies.
         keep_fp32: whether the parameter stays fp32 in a bf16 run (theta, TPE's decay rates).
+        rate: factor on the learning rate.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +35,7 @@ class ParameterSpec:
     partition_dim: int | None = None
     decay: bool = True
     keep_fp32: bool = False
+    rate: float = 1.0
 
 
 def declare(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:

@@ -102,7 +102,7 @@ class Engine:
             self.engine.clip_fp32_gradients = self._clip_and_keep_norm
         self._step_alone = self.engine._take_model_step
         self.engine._take_model_step = self._measure_then_step
-        self.base_rates = [config.optimizer.learning_rate] * len(self.param_groups)
+        self.base_rates = [float(group["lr"]) for group in self.param_groups]
 
     def _build_model(self) -> nn.Module:
         return CausalLM(self.config.model, self.layers)

@@ -9,30 +9,31 @@ from ..config.run import OptimizerConfig
 from ..models.parameters import spec_of
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Groups by weight decay and by dtype kept: DeepSpeed flattens a group, so its parameters share one dtype.
+def parameter_groups(model: nn.Module, weight_decay: float, learning_rate: float) -> list[dict[str, object]]:
+    """Groups by weight decay, by dtype kept and by rate: DeepSpeed flattens a group, so its parameters share one dtype.
 
     Weight decay applies to matrices only: never to norms, biases, theta and TPE (model-spec section 7).
     """
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             spec = spec_of(parameter)
-            groups.setdefault((spec.decay, spec.keep_fp32), []).append(parameter)
+            groups.setdefault((spec.decay, spec.keep_fp32, spec.rate), []).append(parameter)
     return [
         {
             "params": parameters,
+            "lr": learning_rate * rate,
             "weight_decay": weight_decay if decay else 0.0,
             "name": ("decay" if decay else "no_decay") + ("_fp32" if fp32 else ""),
         }
-        for (decay, fp32), parameters in sorted(groups.items(), reverse=True)
+        for (decay, fp32, rate), parameters in sorted(groups.items(), reverse=True)
     ]
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """torch's fused AdamW, which runs on CPU and CUDA without compiling anything."""
     return torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay),
+        parameter_groups(model, config.weight_decay, config.learning_rate),
         lr=config.learning_rate,
         betas=config.betas,
         eps=config.eps,
