@@ -254,11 +254,10 @@ def query_grads(
         else:
             real += own
         for level in tl.static_range(LEVELS):
-            SIZE: tl.constexpr = 2 << level
-            peak = left_peak(keys, BT, DH, SIZE)
-            weight = level_keys(keys, peak, BT, SIZE)
-            scale = level_scale(peak, top, total, present, BT, SIZE)
-            kept = tl.where(level_pairs(BT, SIZE), pairs, 0.0).to(OP)
+            peak = left_peak(keys, BT, DH, 2 << level)
+            weight = level_keys(keys, peak, BT, 2 << level)
+            scale = level_scale(peak, top, total, present, BT, 2 << level)
+            kept = tl.where(level_pairs(BT, 2 << level), pairs, 0.0).to(OP)
             if LRPE:
                 real += tl.dot(kept, (weight * cos).to(OP), input_precision=PREC) * scale
                 imag += tl.dot(kept, (weight * sin).to(OP), input_precision=PREC) * scale
@@ -292,11 +291,10 @@ def query_grads(
     if EXACT:
         taken = product * self_scale
         for level in tl.static_range(LEVELS):
-            SIZE: tl.constexpr = 2 << level
-            peak = left_peak(keys, BT, DH, SIZE)
-            asked = product * level_scale(peak, top, total, present, BT, SIZE)
-            right = tl.trans(tl.where(level_pairs(BT, SIZE), 1.0, 0.0).to(OP))
-            taken += tl.dot(right, asked.to(OP), input_precision=PREC) * level_keys(keys, peak, BT, SIZE)
+            peak = left_peak(keys, BT, DH, 2 << level)
+            asked = product * level_scale(peak, top, total, present, BT, 2 << level)
+            right = tl.trans(tl.where(level_pairs(BT, 2 << level), 1.0, 0.0).to(OP))
+            taken += tl.dot(right, asked.to(OP), input_precision=PREC) * level_keys(keys, peak, BT, 2 << level)
         here = tl.sum(tl.where(present[:, None], product * tl.exp(before[None, :] - top) / total, 0.0), 0)
     else:
         asked = product * inverse
@@ -415,11 +413,10 @@ def key_grads(
         else:
             real = real * weight + own
         for level in tl.static_range(LEVELS):
-            SIZE: tl.constexpr = 2 << level
-            peak = left_peak(keys, BT, DH, SIZE)
-            weight_level = level_keys(keys, peak, BT, SIZE)
-            read = phi * level_scale(peak, top, total, present, BT, SIZE)
-            kept = tl.where(earlier_pairs(BT, SIZE), pairs, 0.0).to(OP)
+            peak = left_peak(keys, BT, DH, 2 << level)
+            weight_level = level_keys(keys, peak, BT, 2 << level)
+            read = phi * level_scale(peak, top, total, present, BT, 2 << level)
+            kept = tl.where(earlier_pairs(BT, 2 << level), pairs, 0.0).to(OP)
             if LRPE:
                 real += tl.dot(kept, (read * cos).to(OP), input_precision=PREC) * weight_level
                 imag += tl.dot(kept, (read * sin).to(OP), input_precision=PREC) * weight_level
@@ -544,16 +541,15 @@ def value_grads(
             read = tl.where(present[:, None], phi * tl.exp(keys - top) / total, 0.0)
             scores += tl.where(step[:, None] == step[None, :], tl.sum(read, 1)[:, None], 0.0)
             for level in tl.static_range(LEVELS):
-                SIZE: tl.constexpr = 2 << level
-                peak = left_peak(keys, BT, DH, SIZE)
-                weight = level_keys(keys, peak, BT, SIZE)
-                read = phi * level_scale(peak, top, total, present, BT, SIZE)
+                peak = left_peak(keys, BT, DH, 2 << level)
+                weight = level_keys(keys, peak, BT, 2 << level)
+                read = phi * level_scale(peak, top, total, present, BT, 2 << level)
                 if LRPE:
                     product = tl.dot((weight * cos).to(OP), tl.trans((read * cos).to(OP)), input_precision=PREC)
                     product = tl.dot((weight * sin).to(OP), tl.trans((read * sin).to(OP)), product, input_precision=PREC)
                 else:
                     product = tl.dot(weight.to(OP), tl.trans(read.to(OP)), input_precision=PREC)
-                scores += tl.where(earlier_pairs(BT, SIZE), product, 0.0)
+                scores += tl.where(earlier_pairs(BT, 2 << level), product, 0.0)
         else:
             unit = block_reference(k_ptr, peak_ptr, before, at, skn, place * BT, col, D, DH)
             read = phi / running_mass(keys, before, mass, unit, BT, OP, PREC)

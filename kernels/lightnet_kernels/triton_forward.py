@@ -312,16 +312,15 @@ def outputs(
             own = tl.sum(tl.where(present[:, None], phi * tl.exp(keys - top) / total, 0.0), 1)
             scores += tl.where(step[:, None] == step[None, :], own[:, None], 0.0)
             for level in tl.static_range(LEVELS):
-                SIZE: tl.constexpr = 2 << level
-                peak = left_peak(keys, BT, DH, SIZE)
-                weight = level_keys(keys, peak, BT, SIZE)
-                read = phi * level_scale(peak, top, total, present, BT, SIZE)
+                peak = left_peak(keys, BT, DH, 2 << level)
+                weight = level_keys(keys, peak, BT, 2 << level)
+                read = phi * level_scale(peak, top, total, present, BT, 2 << level)
                 if LRPE:
                     pairs = tl.dot((read * cos).to(OP), tl.trans((weight * cos).to(OP)), input_precision=PREC)
                     pairs = tl.dot((read * sin).to(OP), tl.trans((weight * sin).to(OP)), pairs, input_precision=PREC)
                 else:
                     pairs = tl.dot(read.to(OP), tl.trans(weight.to(OP)), input_precision=PREC)
-                scores += tl.where(level_pairs(BT, SIZE), pairs, 0.0)
+                scores += tl.where(level_pairs(BT, 2 << level), pairs, 0.0)
         else:
             weight = tl.exp(keys - units[half][None, :])
             if LRPE:

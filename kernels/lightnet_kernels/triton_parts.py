@@ -234,10 +234,9 @@ def exact_mass(keys, before, mass, present, BT: tl.constexpr, DP: tl.constexpr):
     top = tl.maximum(own, before[None, :])
     total = tl.exp(own - top) + mass[None, :] * tl.exp(before[None, :] - top)
     for level in tl.static_range(LEVELS):
-        SIZE: tl.constexpr = 2 << level
-        right = left_half(BT, SIZE)[:, None] == 0
-        peak = left_peak(keys, BT, DP, SIZE)
-        added = over_left(level_keys(keys, peak, BT, SIZE), 0.0, BT, DP, SIZE, False)
+        right = left_half(BT, 2 << level)[:, None] == 0
+        peak = left_peak(keys, BT, DP, 2 << level)
+        added = over_left(level_keys(keys, peak, BT, 2 << level), 0.0, BT, DP, 2 << level, False)
         new = tl.where(right, tl.maximum(top, peak), top)
         total = total * tl.exp(top - new) + tl.where(right, added * tl.exp(tl.where(right, peak - new, 0.0)), 0.0)
         top = new

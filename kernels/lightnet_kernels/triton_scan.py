@@ -24,7 +24,6 @@ from .triton_parts import BLOCK
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCKS = 4  # NB, blocks in a chunk
-FORMS = (False, True)  # EXACT: the fast form for all, then the exact one where a block is flagged
 
 
 class ChunkTable(NamedTuple):
@@ -121,7 +120,7 @@ def causal_scan(
     with guard:
         if initial is None and not return_state:
             return _CausalScan.apply(query, key, value, theta, table, activation), None
-        output, _, state = _forward(query, key, value, theta, table, activation, initial, return_state)
+        output, _, state, _ = _forward(query, key, value, theta, table, activation, initial, return_state)
     return output, state
 
 
@@ -142,7 +141,7 @@ class _CausalScan(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, theta: Tensor | None, table: ChunkTable, activation: bool
     ) -> Tensor:
-        output, saved, _ = _forward(query, key, value, theta, table, activation, None, False)
+        output, saved, _, ctx.exact_needed = _forward(query, key, value, theta, table, activation, None, False)
         ctx.table, ctx.activation = table, activation
         ctx.save_for_backward(query, key, value, theta, *saved)
         return output
@@ -153,7 +152,10 @@ class _CausalScan(torch.autograd.Function):
         query, key, value, theta, *saved = ctx.saved_tensors
         guard = torch.cuda.device(query.device) if query.device.type == "cuda" else contextlib.nullcontext()
         with guard:
-            results = _backward(grads[0], query, key, value, theta, _Saved(*saved), ctx.table, ctx.activation)
+            results = _backward(
+                grads[0], query, key, value, theta, _Saved(*saved), ctx.table, ctx.activation,
+                ctx.exact_needed,
+            )  # fmt: skip
         return (*results, None, None)
 
 
@@ -197,15 +199,26 @@ def _shape(query: Tensor, value: Tensor, theta: Tensor | None) -> _Shape:
     return _Shape(heads, width, value.shape[3], padded, theta is not None, wide)
 
 
-def _launch(name: str, shape: _Shape) -> dict[str, int]:
+def _launch(name: str, shape: _Shape, exact: bool = False) -> dict[str, int]:
     """Tiles, warps and pipeline stages, by rule: nothing is tuned at run time."""
     if name in ("scan_states", "scan_state_grads"):
         return {"num_warps": 4, "num_stages": 1}
     if name in ("scan_mass", "scan_pressure"):
         return {"num_warps": 1, "num_stages": 1}
     # Tiles of 32 raise illegal memory accesses with Triton 3.6 on an H100: narrower heads are padded to 64.
+    if exact:  # rarely run, and half as long to compile
+        return {"DH": 64, "num_warps": 8, "num_stages": 1}
     pipelined = not shape.wide and not (shape.double and name in ("outputs", "value_grads"))
     return {"DH": 64, "num_warps": 4, "num_stages": 2 if pipelined else 1}
+
+
+def _exact_needed(flag: Tensor) -> bool:
+    """Whether any block grows too fast for the fast form. The one place that waits for the device, once a call and
+    forward only: launched on the chance, the exact kernels would cost more, in time and in the first compilation. While
+    a CUDA graph is captured nothing may wait, so there they are launched, and skip every block that has no flag."""
+    if flag.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    return bool(flag.any())
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -246,7 +259,7 @@ def _forward(
     activation: bool,
     initial: ScanState | None,
     return_state: bool,
-) -> tuple[Tensor, _Saved, ScanState | None]:
+) -> tuple[Tensor, _Saved, ScanState | None, bool]:
     shape = _shape(query, value, theta)
     query, key, value = _rows(query), _rows(key), _rows(value)
     heads, device, kernels = shape.heads, query.device, forward_kernels
@@ -254,7 +267,7 @@ def _forward(
     output = torch.empty_like(value, memory_format=torch.contiguous_format)
     kv = torch.empty(chunks, heads, shape.rows, shape.V, dtype=shape.state_dtype, device=device)
     peak, mass, before = torch.empty(3, chunks * BLOCKS, heads, shape.D, device=device).unbind(0)
-    flag = torch.empty(chunks * BLOCKS, heads, dtype=torch.int32, device=device)
+    flag = torch.zeros(chunks * BLOCKS, heads, dtype=torch.int32, device=device)
     cos = sin = None
     if theta is not None:
         theta = theta.contiguous()
@@ -272,6 +285,7 @@ def _forward(
     start = None if initial is None else [x.float().contiguous() for x in initial[:3]]
     move_cos, move_sin = _moves(theta, table.last if return_state else None)
     per_sequence = {"INITIAL": initial is not None, "FINAL": return_state}
+    exact_needed = False
     if sequences and heads:
         if chunks:
             if theta is not None:
@@ -295,15 +309,19 @@ def _forward(
             heads, D=shape.D, V=shape.V, BD=size, VP=shape.VP, NB=BLOCKS, LRPE=shape.double, **per_sequence,
             **_launch("scan_states", shape),
         )  # fmt: skip
-        launch = _launch("outputs", shape)
-        launch["NH"] = triton.cdiv(shape.D, launch["DH"])
-        for exact in FORMS if chunks else ():
+        for exact in (False, True) if chunks else ():
+            if exact:
+                exact_needed = _exact_needed(flag)
+                if not exact_needed:
+                    break
+            launch = _launch("outputs", shape, exact)
+            launch["NH"] = triton.cdiv(shape.D, launch["DH"])
             kernels.outputs[(chunks * BLOCKS, heads)](
                 query, key, value, output, table.chunks, cos, sin, kv, peak, mass, before, flag,
                 *_strides(query, key, value, output), heads, **shape.widths, SILU=activation,
                 INITIAL=initial is not None, EXACT=exact, **shape.products, **launch,
             )  # fmt: skip
-    return output, saved, final
+    return output, saved, final, exact_needed
 
 
 def _backward(
@@ -315,6 +333,7 @@ def _backward(
     saved: _Saved,
     table: ChunkTable,
     activation: bool,
+    exact_needed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     shape = _shape(query, value, theta)
     query, key, value, grad = _rows(query), _rows(key), _rows(value), _rows(grad)
@@ -335,9 +354,9 @@ def _backward(
         moved = torch.empty(sequences, heads, shape.D, device=device)
     common = {**shape.widths, **shape.products, "SILU": activation}
     tail = (peak, mass, before, flag)
-    launch = _launch("state_grads", shape)
-    features = triton.cdiv(shape.D, launch["DH"])
-    for exact in FORMS:
+    for exact in (False, True) if exact_needed else (False,):
+        launch = _launch("state_grads", shape, exact)
+        features = triton.cdiv(shape.D, launch["DH"])
         kernels.state_grads[(chunks, heads, features)](
             query, key, grad, read, table.chunks, cos, sin, grad_kv, *tail, *_strides(query, key, grad, read), heads,
             EXACT=exact, **common, **launch,
@@ -349,9 +368,9 @@ def _backward(
         D=shape.D, V=shape.V, BD=size, VP=shape.VP, BT=BLOCK, NB=BLOCKS, LRPE=shape.double,
         **_launch("scan_state_grads", shape),
     )  # fmt: skip
-    launch = _launch("query_grads", shape)
-    features = triton.cdiv(shape.D, launch["DH"])
-    for exact in FORMS:
+    for exact in (False, True) if exact_needed else (False,):
+        launch = _launch("query_grads", shape, exact)
+        features = triton.cdiv(shape.D, launch["DH"])
         kernels.query_grads[(chunks * BLOCKS, heads, features)](
             query, key, value, grad, grad_query, grad_key, table.chunks, cos, sin, kv, *tail, pressure,
             None if torque is None else torque[0], *_strides(query, key, value, grad, grad_query), heads,
@@ -361,17 +380,17 @@ def _backward(
         table.sequences, peak, before, pressure, heads, D=shape.D, DP=shape.padded, ROWS=16,
         **_launch("scan_pressure", shape),
     )  # fmt: skip
-    launch = _launch("key_grads", shape)
-    features = triton.cdiv(shape.D, launch["DH"])
-    for exact in FORMS:
+    for exact in (False, True) if exact_needed else (False,):
+        launch = _launch("key_grads", shape, exact)
+        features = triton.cdiv(shape.D, launch["DH"])
         kernels.key_grads[(chunks * BLOCKS, heads, features)](
             query, key, value, grad, read, grad_key, table.chunks, cos, sin, grad_kv, *tail, pressure,
             None if torque is None else torque[1], *_strides(query, key, value, grad, read, grad_key), heads,
             EXACT=exact, **common, **launch,
         )  # fmt: skip
-    launch = _launch("value_grads", shape)
-    launch["NH"] = triton.cdiv(shape.D, launch["DH"])
-    for exact in FORMS:
+    for exact in (False, True) if exact_needed else (False,):
+        launch = _launch("value_grads", shape, exact)
+        launch["NH"] = triton.cdiv(shape.D, launch["DH"])
         kernels.value_grads[(chunks * BLOCKS, heads)](
             query, key, grad, read, grad_value, table.chunks, cos, sin, grad_kv, *tail,
             *_strides(query, key, grad, read, grad_value), heads, EXACT=exact, **common,
