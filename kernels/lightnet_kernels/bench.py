@@ -66,9 +66,7 @@ def scan_errors(leaves: dict[str, torch.Tensor], grad: torch.Tensor) -> dict[str
         grads = torch.autograd.grad(output, list(inputs.values()), grad[:1, :tokens].to(output.dtype))
         results.append([output.detach(), *grads])
     names = ["output", *leaves]
-    return {
-        n: float((a.double() - b).norm() / b.norm()) for n, a, b in zip(names, results[0], results[1], strict=True)
-    }
+    return {n: float((a.double() - b).norm() / b.norm()) for n, a, b in zip(names, results[0], results[1], strict=True)}
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -76,9 +74,7 @@ def measure(name: str) -> dict[str, Any]:
     leaves, grad = make(batch, tokens, lrpe)
     digest = hashlib.sha256(b"".join(x.detach().float().cpu().numpy().tobytes() for x in leaves.values())).hexdigest()
     request = {"key": leaves["key"], "value": leaves["value"], "theta": leaves.get("theta"), "causal": True}
-    backend = choose_backend(
-        "auto", leaves["query"], **request, options={}, initial_state=None, return_state=False
-    )
+    backend = choose_backend("auto", leaves["query"], **request, options={}, initial_state=None, return_state=False)
     errors = scan_errors(leaves, grad)
     right = all(error < (5e-3 if n == "output" else 1e-2) for n, error in errors.items())
 
@@ -148,7 +144,7 @@ def main() -> int:
     report: dict[str, Any] = {
         "card": torch.cuda.get_device_name(),
         "versions": versions,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "copy_tb_s": copy_rate(),
         "heads": HEADS,
         "width": WIDTH,

@@ -152,9 +152,7 @@ def scan_state_grads(
         before = tl.load(before_ptr + block, mask=ok, other=0.0)
         count = tl.minimum(NB, blocks - (last - i) * NB)
         tail = block + (count - 1) * (H * D)
-        after = tl.maximum(
-            tl.load(before_ptr + tail, mask=ok, other=0.0), tl.load(peak_ptr + tail, mask=ok, other=0.0)
-        )
+        after = tl.maximum(tl.load(before_ptr + tail, mask=ok, other=0.0), tl.load(peak_ptr + tail, mask=ok, other=0.0))
         store_half(grad_ptr + at, row, col, real, D, V)
         if LRPE:
             store_half(grad_ptr + at + D * V, row, col, imag, D, V)
@@ -546,7 +544,9 @@ def value_grads(
                 read = phi * level_scale(peak, top, total, present, BT, 2 << level)
                 if LRPE:
                     product = tl.dot((weight * cos).to(OP), tl.trans((read * cos).to(OP)), input_precision=PREC)
-                    product = tl.dot((weight * sin).to(OP), tl.trans((read * sin).to(OP)), product, input_precision=PREC)
+                    product = tl.dot(
+                        (weight * sin).to(OP), tl.trans((read * sin).to(OP)), product, input_precision=PREC
+                    )
                 else:
                     product = tl.dot(weight.to(OP), tl.trans(read.to(OP)), input_precision=PREC)
                 scores += tl.where(earlier_pairs(BT, 2 << level), product, 0.0)

@@ -38,7 +38,9 @@ from .triton_parts import (
 
 
 @triton.jit
-def fill_angles(theta_ptr, cos_ptr, sin_ptr, LENGTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr):
+def fill_angles(
+    theta_ptr, cos_ptr, sin_ptr, LENGTH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr
+):
     """cos and sin of place times theta, [H, LENGTH + 1, D], in float64 until they are stored."""
     head = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -85,7 +85,9 @@ def test_strides():
     def layout(name, x):
         return x if name == "theta" else x.transpose(1, 2).contiguous().transpose(1, 2)
 
-    table.check(make(2, 70, 2, 24, 20), torch.float32, "cpu", layout=layout, grad_layout=lambda x: x[:, :1].expand_as(x))
+    table.check(
+        make(2, 70, 2, 24, 20), torch.float32, "cpu", layout=layout, grad_layout=lambda x: x[:, :1].expand_as(x)
+    )
 
 
 @inside

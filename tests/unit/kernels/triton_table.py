@@ -53,8 +53,10 @@ def check_segments(lengths, dtype, device, *, heads=2, width=24, value_width=20,
     wanted = additive_scan(**double, cu_seqlens=bounds.to(device), backend="torch")
     expected = torch.autograd.grad(wanted, list(double.values()), grad.double())
     assert oracle.relative(packed, wanted) < TOLERANCE[dtype][0]
+    terms = expected[0].norm()  # dkey and dtheta are 0 in a segment of one token: as large as the terms that cancel
     for name, one, two in zip(leaves, actual, expected, strict=True):
-        assert oracle.relative(one, two) < 2 * TOLERANCE[dtype][1], name
+        size = two.norm() + (terms if name in ("key", "theta") else 0.0)
+        assert oracle.relative(one, two, size) < TOLERANCE[dtype][1], name
 
 
 def check_states(cuts, dtype, device, *, theta=True):
@@ -68,9 +70,7 @@ def check_states(cuts, dtype, device, *, theta=True):
     state, start, outputs = None, 0, []
     for size in cuts:
         part = {name: x[:, start : start + size] for name, x in leaves.items()}
-        output, state = additive_scan(
-            **part, theta=angles, initial_state=state, return_state=True, backend="triton"
-        )
+        output, state = additive_scan(**part, theta=angles, initial_state=state, return_state=True, backend="triton")
         outputs.append(output)
         start += size
     tolerance = TOLERANCE[dtype][0]
