@@ -196,13 +196,12 @@ def _devices() -> dict[str, Any]:
 
 def _backends(devices: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Every backend of the scan on every kind of device, held against the definition in fp64."""
-    from lightnet_kernels import scan
+    from lightnet_kernels import backends
 
     places = ["cpu"] + (["cuda"] if devices["gpus"] else [])
-    known = list(getattr(scan, "_BACKENDS", ("reference", "torch")))
     results: dict[str, Any] = {}
     problems = []
-    for name in [*known, "auto"]:
+    for name in [*backends(), "auto"]:
         for place in places:
             if name == "triton" and place == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
                 results.setdefault(name, {})[place] = "only under TRITON_INTERPRET=1"
@@ -220,7 +219,7 @@ def _backends(devices: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if "triton" not in results:
         here = importlib.util.find_spec("triton") is not None
         results["triton"] = dict.fromkeys(
-            places, "lightnet_kernels has no Triton backend" if here else "triton is not installed"
+            places, "this Triton is not one the kernels know" if here else "triton is not installed"
         )
     return results, problems
 

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import warnings
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,6 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     if os.environ["RANK"] != "0":
         logging.disable(logging.WARNING)
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # What the dependencies say of each other at import and at every collective helps nobody who trains.
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed|megatron")
 
     from lightnet_data.errors import DataError
 
