@@ -63,6 +63,7 @@ def scan_errors(leaves: dict[str, torch.Tensor], grad: torch.Tensor) -> dict[str
     for dtype in (None, torch.float64):
         inputs = {n: (x if dtype is None else x.to(dtype)).clone().requires_grad_() for n, x in part.items()}
         output = additive_scan(**inputs, backend="auto" if dtype is None else "torch")
+        assert isinstance(output, torch.Tensor)
         grads = torch.autograd.grad(output, list(inputs.values()), grad[:1, :tokens].to(output.dtype))
         results.append([output.detach(), *grads])
     names = ["output", *leaves]
@@ -93,7 +94,7 @@ def measure(name: str) -> dict[str, Any]:
     upstream = grad.transpose(1, 2).contiguous()
 
     def attention() -> torch.Tensor:
-        return F.scaled_dot_product_attention(*heads, is_causal=True)
+        return F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
 
     def attention_forward() -> torch.Tensor:
         with torch.no_grad():

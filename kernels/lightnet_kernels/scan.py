@@ -122,7 +122,8 @@ def additive_scan(
     exchange: sequence parallelism, see `ScanExchange`.
     backend: "auto", "reference" (O(N^2 D), the specification), "torch" or "triton" (GPU; causal, without decay,
         key_mask and exchange; inputs bfloat16, float16 or float32, the same for all three; no gradients through states).
-        "auto" is "triton" on a GPU where it does the case, else "torch".
+        "auto" is "triton" on a GPU where it does the case, else "torch". "triton" waits for the device once a forward
+        call (whether a block of keys grows so fast that it needs the exact form), except while a CUDA graph is captured.
 
     Returns the output [B, N, H, Dv] in value's dtype (0 at masked tokens), or (output, state).
     Gradients reach every floating-point input and initial_state's sum and kv; states' max is a constant.

@@ -11,6 +11,10 @@ With p_t = phi dphi / s_t: dk_r = e^{k_r} (sum_{t>=r} phi_t c_tr <do_t, v_r> / s
 Every kernel of blocks adds theta's part of its tokens, place times torque, into its own row of torque[b, h, D].
 """
 
+# What Triton compiles is not quite Python: early exits stand alone, tuples grow by +, and types change between uses.
+# ruff: noqa: SIM102, RUF005
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton

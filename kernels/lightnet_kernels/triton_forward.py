@@ -9,6 +9,10 @@ Device buffers, with c a chunk, b a block (chunk * NB + place), h a head:
                    exp(before) and with angle 0 at its first token
 """
 
+# What Triton compiles is not quite Python: early exits stand alone, tuples grow by +, and types change between uses.
+# ruff: noqa: SIM102, RUF005
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import triton

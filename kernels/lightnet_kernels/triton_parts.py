@@ -78,9 +78,11 @@ def load_chunk(chunks_ptr, chunk):
 def load_rows(
     ptr, row, stride, col, present, WIDTH: tl.constexpr, PADDED: tl.constexpr, AGAIN: tl.constexpr = 0
 ):  # fmt: skip
-    """One head's rows; 0 where there is no token or no feature. A tile that is needed again much later is loaded again,
-    out of the cache, with another AGAIN: kept in registers it would be spilled. (Each AGAIN is an eviction policy, a difference for which
-    the compiler does not merge the loads.)"""
+    """One head's rows; 0 where there is no token or no feature.
+
+    A tile that is needed again much later is loaded again, out of the cache, with another AGAIN: kept in registers it
+    would be spilled. (Each AGAIN is an eviction policy, a difference for which the compiler keeps both loads.)
+    """
     POLICY: tl.constexpr = "" if AGAIN == 0 else ("evict_last" if AGAIN == 1 else "evict_first")
     at = ptr + row[:, None] * stride + col[None, :]
     if WIDTH % PADDED == 0:
