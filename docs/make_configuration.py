@@ -14,7 +14,14 @@ def page() -> str:
         if not hasattr(section, "model_fields"):
             lines += [f"## {name}", "", str(field.description), ""]
             continue
-        lines += [f"## {name}", "", (section.__doc__ or "").splitlines()[0], "", "| field | default | |", "|---|---|---|"]
+        lines += [
+            f"## {name}",
+            "",
+            (section.__doc__ or "").splitlines()[0],
+            "",
+            "| field | default | |",
+            "|---|---|---|",
+        ]
         for key, inner in section.model_fields.items():
             default = "required" if inner.is_required() else repr(inner.get_default(call_default_factory=True))
             lines.append(f"| `{key}` | `{default}` | {inner.description} |".replace("`'", "`").replace("'`", "`"))

@@ -223,6 +223,7 @@ def test_a_checkpoint_is_found_from_every_folder(ranks: Ranks, tiny: Path, tmp_p
     import shutil
 
     from lightnet_data import manifest
+
     from lightnet_llm.checkpoint.store import resolve
 
     data = tmp_path / "data"
