@@ -181,3 +181,14 @@ def test_theta_stays_fp32_in_bf16(ranks: Ranks, tiny: Path, tmp_path: Path) -> N
     fp32 = {name for name, kind in kinds.items() if kind == "torch.float32"}
     assert fp32 == {name for name in kinds if "theta" in name or "tpe." in name}
     assert set(kinds.values()) == {"torch.float32", "torch.bfloat16"}
+
+
+def test_several_named_validation_sets(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    data = tiny.parent / "data"
+    overrides = [f"data.validation.again={data}", f"data.validation.seen={data}/train", "train.steps=1"]
+    rows = ranks.train(1, tiny, overrides, tmp_path, "run")
+    found: dict[str, Any] = {}
+    for row in rows:
+        found.update(row.get("validation", {}))
+    assert set(found) == {"heldout", "again", "seen"}
+    assert found["again"] == found["heldout"] and found["seen"]["loss"] != found["heldout"]["loss"]
