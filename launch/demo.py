@@ -137,8 +137,6 @@ def prepare(corpus: Path | None, data: Path, vocabulary: int) -> dict[str, Any]:
     """Token shards in ``data``, unless they are there already and of these very files; returns their manifest."""
     if corpus is None:
         inputs, name = standard_library(), f"the standard library of Python {sys.version.split()[0]}, without its tests"
-    elif not corpus.exists():
-        fail(f"corpus {corpus}: no such file or folder")
     elif corpus.is_file() and corpus.suffix not in (".jsonl", ".gz", ".zst"):
         inputs, name = [cut(corpus, data.with_name(data.name + "-corpus.jsonl"))], f"{corpus}, cut into documents"
     else:
@@ -224,6 +222,8 @@ def demo(given: argparse.Namespace) -> None:
     start, times, run = time.monotonic(), dict[str, float](), given.output
     try:
         config = load_config(str(given.config), given.set)
+        if given.corpus is not None and not given.corpus.exists():
+            fail(f"corpus {given.corpus}: no such file or folder")  # before anything of an earlier run is removed
         claim(run)
         with step("prepare the corpus", times):
             manifest = prepare(given.corpus, given.data, config.model.vocab_size)

@@ -247,7 +247,7 @@ def _problems(config: RunConfig) -> list[str]:
             check()
         except (UserError, DataError) as error:
             found.append(str(error))
-    return found
+    return list(dict.fromkeys(found))  # several checks may stumble over the same thing
 
 
 def _last_step(folder: Any) -> str:

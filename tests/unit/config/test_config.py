@@ -127,6 +127,7 @@ def test_dry_run_says_which_rank_holds_what(small: Path) -> None:
     result = CliRunner().invoke(main, ["train", str(small), "--dry-run", "--gpus", "4", "parallel.tensor=2"])
     assert result.exit_code == 0, result.output
     assert "rank 3: tensor 1, sequence 0, data 1, pipeline 0" in result.output
+    assert result.output.count("would not start: data.path is not set") == 1
 
 
 HOSTFILES = [
