@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,50 +18,18 @@ import click
 from ..config import RunConfig, load_config
 from ..config.deepspeed import deepspeed_config, effective_zero_stage
 from ..errors import UserError
+from ..launch.command import HANDOVER, device_count, launcher_command
+from ..launch.hosts import read_hostfile
 
 
-def _device_count() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def _ranks(config: RunConfig, gpus: int | None, hostfile: str | None) -> int:
+def _ranks(config: RunConfig, gpus: int | None, hosts: dict[str, int] | None) -> int:
     """Number of ranks of the run: from --gpus, the hostfile's slots, all GPUs here, or the smallest that fits."""
-    if hostfile is not None:
-        return sum(_slots(Path(hostfile)).values())
+    if hosts is not None:
+        return sum(hosts.values())
     if gpus is not None:
         return gpus
     parallel = config.parallel
-    return _device_count() or parallel.tensor * parallel.pipeline * parallel.sequence
-
-
-def _slots(path: Path) -> dict[str, int]:
-    """``host slots=N`` lines of a hostfile.
-
-    Raises:
-        UserError: the file is missing or a line is not of that form; names line number and content.
-    """
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UserError(
-            f"--hostfile {path}: cannot be read ({error.strerror}); give lines of the form 'host slots=8'"
-        ) from None
-    slots: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
-        text = line.split("#", 1)[0].split()
-        if not text:
-            continue
-        key, _, value = text[1].partition("=") if len(text) == 2 else ("", "", "")
-        if key != "slots" or not value.isdigit() or int(value) < 1 or text[0] in slots:
-            raise UserError(
-                f"{path}:{number}: '{line.strip()}' is not 'host slots=N' with a host named once and N >= 1"
-            )
-        slots[text[0]] = int(value)
-    if not slots:
-        raise UserError(f"{path}: names no host; give lines of the form 'host slots=8'")
-    return slots
+    return device_count() or parallel.tensor * parallel.pipeline * parallel.sequence
 
 
 def resolve(config: RunConfig, world: int) -> dict[str, Any]:
@@ -94,40 +61,6 @@ def resolve(config: RunConfig, world: int) -> dict[str, Any]:
         "gradient_accumulation_steps": config.train.global_batch // (config.train.micro_batch * layout.data),
         "config": config.model_dump(mode="json"),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _visible_gpus() -> list[str]:
-    """GPU numbers of CUDA_VISIBLE_DEVICES; DeepSpeed's launcher ignores the variable and would take the first ones."""
-    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return names if all(name.isdigit() for name in names) else []
-
-
-def launcher_command(name: str, overrides: tuple[str, ...], world: int, hostfile: str | None) -> list[str]:
-    """The deepspeed launcher's command line for a run."""
-    command = [sys.executable, "-m", "deepspeed.launcher.runner"]
-    visible = _visible_gpus()
-    if hostfile is not None:
-        command += ["--hostfile", hostfile]
-    elif visible:
-        command += ["--hostfile", os.devnull, "--include", "localhost:" + ",".join(visible[:world])]
-    else:
-        command += ["--hostfile", os.devnull, "--num_nodes", "1", "--num_gpus", str(world)]
-    command += ["--master_port", str(_free_port())]
-    return [*command, "--module", "lightnet_llm.training.main", "--config", name, "--launched", *overrides]
-
-
-def _environment(world: int) -> dict[str, str]:
-    environment = dict(os.environ)
-    if not _device_count():
-        environment["DS_ACCELERATOR"] = "cpu"
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
-    return environment
 
 
 class _Supervisor:
@@ -199,7 +132,8 @@ def train(
     if gpus is not None and hostfile is not None:
         raise UserError("--gpus and --hostfile are both given; a hostfile's slots say how many GPUs each host uses")
     loaded = load_config(config, overrides)
-    world = _ranks(loaded, gpus, hostfile)
+    hosts = None if hostfile is None else read_hostfile(hostfile)
+    world = _ranks(loaded, gpus, hosts)
     resolved = resolve(loaded, world)
     if dry_run:
         resolved["problems"] = _problems(loaded)
@@ -230,7 +164,11 @@ def train(
     # With --json, standard output is that one object: the launcher talks on standard error.
     output = sys.stderr if as_json else None
     supervisor = _Supervisor(folder.request_stop)
-    code = supervisor.run(launcher_command(config, overrides, world, hostfile), _environment(world), output)
+    command, environment = launcher_command(config, overrides, world, hosts, folder.path)
+    try:
+        code = supervisor.run(command, environment, output)
+    finally:
+        (folder.path / HANDOVER).unlink(missing_ok=True)  # it holds the environment, which may hold secrets
     if code:
         raise UserError(f"the run ended with exit code {code}; its own message stands above")
     if not as_json:

@@ -1,0 +1,128 @@
+"""The deepspeed launcher's command line for a run, on this machine or on the hosts of a host file."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from ..errors import UserError
+from .host import RANK, write_handover
+from .hosts import free_port, free_port_on, is_here, master_address, write_hostfile
+
+LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner"]
+TRAINING = "lightnet_llm.training.main"
+# Never ask for a password; notice a host that is gone within 20 s.
+SSH_OPTIONS = "-o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 -o ServerAliveCountMax=4"
+HANDOVER = "handover.json"
+
+
+def device_count() -> int:
+    """GPUs of this machine."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _visible_gpus() -> list[str]:
+    """GPU numbers of CUDA_VISIBLE_DEVICES; DeepSpeed's launcher ignores the variable and would take the first ones."""
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return names if all(name.isdigit() for name in names) else []
+
+
+def launcher_command(
+    name: str, overrides: tuple[str, ...], world: int, hosts: dict[str, int] | None, folder: Path
+) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment that start the run; each call chooses a port anew, so a restart calls it again.
+
+    Args:
+        name: configuration as given: a file or a preset's name.
+        overrides: ``key=value``; any characters.
+        world: ranks on this machine, if there are no ``hosts``.
+        hosts: slots by host name.
+        folder: the run folder, which all hosts share.
+
+    Raises:
+        UserError: no free port, no pdsh, or a first host that does not answer.
+    """
+    environment = environment_for(world, hosts)
+    if hosts is None:
+        return local_command(name, overrides, world), environment
+    return hosts_command(name, overrides, hosts, folder, environment), environment
+
+
+def local_command(name: str, overrides: tuple[str, ...], world: int) -> list[str]:
+    """Start ``world`` ranks of the run on this machine."""
+    visible = _visible_gpus()
+    if visible:
+        where = ["--include", "localhost:" + ",".join(visible[:world])]
+    else:
+        where = ["--num_nodes", "1", "--num_gpus", str(world)]
+    port = ["--master_port", str(free_port())]
+    return [*LAUNCHER, "--hostfile", os.devnull, *where, *port, *_training(name, overrides)]
+
+
+def hosts_command(
+    name: str, overrides: tuple[str, ...], hosts: dict[str, int], folder: Path, environment: dict[str, str]
+) -> list[str]:
+    """Start the run on ``hosts``: pdsh takes one plain word to each of them, where `lightnet_llm.launch.host` reads the rest.
+
+    Args:
+        name: the configuration as given; the hosts share the working directory.
+        overrides: ``key=value``; any characters.
+        hosts: slots by host name.
+        folder: existing or new folder that all hosts share, the run folder; receives the host file and the handover.
+        environment: passed on whole, but for what belongs to a host or a rank.
+
+    Raises:
+        UserError: pdsh is missing, or the first host cannot be used.
+    """
+    folder = folder.resolve()
+    first = next(iter(hosts))
+    alone = len(hosts) == 1 and is_here(first)
+    if not alone and shutil.which("pdsh") is None:
+        raise UserError(
+            "a run on several hosts is started through pdsh, which is not installed (apt install pdsh); without it, start "
+            "each host by hand: lightnet launch CONFIG --emit torchrun"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_hostfile(folder / "hostfile", hosts)
+    port = free_port_on(first, ["ssh", *shlex.split(ssh_arguments())])
+    command = [*LAUNCHER, "--hostfile", str(folder / "hostfile"), "--no_ssh", "--node_rank", RANK]
+    command += ["--master_addr", master_address(hosts), "--master_port", str(port), *_training(name, overrides)]
+    write_handover(folder / HANDOVER, command, hosts, environment)
+    on_host = [sys.executable, "-m", "lightnet_llm.launch.host", str(folder / HANDOVER)]
+    if alone:
+        return [*on_host, first]
+    # pdsh reads % itself and puts the host's name for %h; ssh hands the words to the remote user's shell.
+    words = shlex.join(on_host).replace("%", "%%") + " %h"
+    # -S: its exit code is the hosts' largest; -k: the first host that fails ends the others (after host.GRACE);
+    # -b: it dies at the first signal.
+    return ["pdsh", "-S", "-k", "-b", "-R", "ssh", "-f", str(len(hosts)), "-w", ",".join(hosts), words]
+
+
+def _training(name: str, overrides: tuple[str, ...]) -> list[str]:
+    return ["--module", TRAINING, "--config", name, "--launched", *overrides]
+
+
+def ssh_arguments() -> str:
+    """For pdsh and ssh; the user's own PDSH_SSH_ARGS_APPEND comes first, and ssh lets the first of two options stand."""
+    return f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {SSH_OPTIONS}".strip()
+
+
+def environment_for(ranks: int, hosts: dict[str, int] | None = None) -> dict[str, str]:
+    """The launcher's environment: this process's own, and what CPU ranks or pdsh need.
+
+    Args:
+        ranks: of the run; on this machine if there are no ``hosts``.
+        hosts: of a multi-node run: each finds out by itself whether it has GPUs.
+    """
+    environment = dict(os.environ)
+    if hosts is not None:
+        environment["PDSH_SSH_ARGS_APPEND"] = ssh_arguments()
+    elif not device_count():
+        environment["DS_ACCELERATOR"] = "cpu"
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    return environment
