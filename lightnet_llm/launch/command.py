@@ -98,9 +98,8 @@ def hosts_command(
         return [*on_host, first]
     # pdsh reads % itself and puts the host's name for %h; ssh hands the words to the remote user's shell.
     words = shlex.join(on_host).replace("%", "%%") + " %h"
-    # -S: its exit code is the hosts' largest; -k: the first host that fails ends the others (after host.GRACE);
-    # -b: it dies at the first signal.
-    return ["pdsh", "-S", "-k", "-b", "-R", "ssh", "-f", str(len(hosts)), "-w", ",".join(hosts), words]
+    # -S: its exit code is the hosts' largest; -b: it dies at the first signal.
+    return ["pdsh", "-S", "-b", "-R", "ssh", "-f", str(len(hosts)), "-w", ",".join(hosts), words]
 
 
 def _training(name: str, overrides: tuple[str, ...]) -> list[str]:

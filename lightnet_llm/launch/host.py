@@ -3,8 +3,10 @@
 The handover is a file in the run folder that carries working directory, environment and command as JSON. DeepSpeed's own
 way to other hosts, ``export NAME="value";`` in front of a command that pdsh and a remote shell read, changes values
 with ``$``, quotes, backslashes or ``%`` and takes only NCCL and Python variables along. This module needs the standard library
-alone. When its parent goes away it ends everything it started, because sshd leaves a command running whose connection
-is lost or closed.
+alone.
+
+It ends everything it started when the host of another rank failed (which it learns from a file beside the handover, since pdsh
+waits for all hosts), and when its parent goes away, since sshd leaves a command running whose connection is gone.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ OWN |= {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "N
 OWN |= {"CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE", "CUDA_VISIBLE_DEVICES"}
 OWN_PREFIXES = ("SSH_", "XDG_", "DBUS_", "TORCHELASTIC_")
 RANK = "{rank}"
-GRACE = 10.0  # seconds for ranks that are ending already, to write what they know, once the connection is gone
+GRACE = 10.0  # seconds for ranks that are ending by themselves, to write what they know
+FAILED = "failed_host"  # file beside the handover
 
 
 def travels(name: str) -> bool:
@@ -66,6 +69,7 @@ def write_handover(path: Path, command: list[str], hosts: dict[str, int], enviro
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.touch(mode=0o600)
     beside.write_text(json.dumps(content), encoding="ascii")  # bytes of a value that are no UTF-8 survive as surrogates
+    (path.parent / FAILED).unlink(missing_ok=True)
     beside.rename(path)
 
 
@@ -98,14 +102,21 @@ def main(arguments: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, end)
-    deadline = None
+    failed, deadline = Path(path).parent / FAILED, None
     while process.poll() is None and (deadline is None or time.monotonic() < deadline):
-        if deadline is None and os.getppid() != parent:
+        if deadline is None and (os.getppid() != parent or failed.exists()):
             deadline = time.monotonic() + GRACE
         time.sleep(0.2)
+    forced = process.poll() is None
     end()  # also what the launcher left behind
     code = process.wait()
-    return code if code >= 0 else 128 - code
+    code = code if code >= 0 else 128 - code
+    if forced and failed.exists():
+        return _fail(f"{host}: ended, because {failed.read_text().strip()}")
+    if code:
+        with contextlib.suppress(FileExistsError), failed.open("x") as file:
+            file.write(f"host {host} ended with exit code {code}\n")
+    return code
 
 
 if __name__ == "__main__":
