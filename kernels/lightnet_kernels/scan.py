@@ -50,7 +50,9 @@ def _triton() -> ModuleType | None:
     if importlib.util.find_spec("triton") is None:
         return None
     try:
-        return importlib.import_module(".triton_scan", __package__)
+        module = importlib.import_module(".triton_scan", __package__)
+        module.ops = importlib.import_module(".triton_ops", __package__)
+        return module
     except (ImportError, AttributeError):  # a Triton that this code does not know
         return None
 
@@ -122,9 +124,9 @@ def additive_scan(
         bidirectional call with coordinates it is coordinate 0, and such states are merged without theta.
     exchange: sequence parallelism, see `ScanExchange`.
     backend: "auto", "reference" (O(N^2 D), the specification), "torch" or "triton" (GPU; causal, without decay,
-        key_mask and exchange; inputs bfloat16, float16 or float32, the same for all three; no gradients through states).
-        "auto" is "triton" on a GPU where it does the case, else "torch". "triton" waits for the device once a forward
-        call (whether a block of keys grows so fast that it needs the exact form), except while a CUDA graph is captured.
+        key_mask and exchange; inputs bfloat16, float16 or float32, the same for all three). "auto" is "triton" on a GPU
+        where it does the case, else "torch". "triton" never waits for the device, unless cu_seqlens lies there: keep it
+        on the CPU.
 
     Returns the output [B, N, H, Dv] in value's dtype (0 at masked tokens), or (output, state).
     Gradients reach every floating-point input and initial_state's sum and kv; states' max is a constant.
@@ -145,24 +147,24 @@ def additive_scan(
     if activation not in ("silu", "none", None):
         raise ValueError(f"additive_scan: unknown activation {activation!r}; choose 'silu', 'none' or None")
     check_exchange("additive_scan", exchange, "prefix" if causal else "total")
-    bounds = check_cu_seqlens("additive_scan", cu_seqlens, query.shape[0], query.shape[1])
-    sequences = query.shape[0] if bounds is None else len(bounds) - 1
+    sequences = query.shape[0] if cu_seqlens is None else max(cu_seqlens.shape[0] - 1, 0)
     _check_state("initial_state", initial_state, sequences, query, value, theta)
     if name == "triton":
         triton = _triton()
         assert triton is not None
-        output, state = triton.causal_scan(
+        output, state = triton.ops.causal_scan(  # cu_seqlens is checked inside, where torch.compile does not look
             query,
             key,
             value,
             activation=activation == "silu",
             theta=theta,
-            cu_seqlens=bounds,
+            cu_seqlens=cu_seqlens,
             initial=initial_state,
             return_state=return_state,
         )
         return (output, state) if return_state else output
 
+    bounds = check_cu_seqlens("additive_scan", cu_seqlens, query.shape[0], query.shape[1])
     floats = [x for x in (query, key, value, decay) if x is not None]
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in floats) else torch.float32
     state_dtype = dtype

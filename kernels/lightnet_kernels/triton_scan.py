@@ -1,63 +1,330 @@
 """Backend "triton": the causal additive scan on a GPU (or under TRITON_INTERPRET=1 on a CPU, for tests).
 
-Three passes forward (what each chunk adds, the scan over chunks, outputs) and three back, see `triton_forward` and
-`triton_backward`. Nothing of the size of [B, N, H, D] is held but the tensors themselves and, for every CHUNK tokens,
-one state in the operands' dtype.
+Forward: chains of blocks leave the state that every block finds (`chain_states`), then all blocks give their outputs at
+once. Backward: the chains run again, and from the end with gradients; then queries, then keys and values, all blocks at
+once. Where sequences are long and heads few a sequence is cut into spans, whose chains run twice: first to know what each
+span adds. Nothing waits for the device. For the backward pass the inputs are kept, nothing else.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import triton_backward as backward_kernels
 from . import triton_forward as forward_kernels
 from .state import ScanState
 from .triton_parts import BLOCK
+from .triton_tables import WINDOW, Tables, tables
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BLOCKS = 4  # NB, blocks in a chunk
+SLICE = 64  # DH
 
 
-class ChunkTable(NamedTuple):
-    """int32 tables on the device. Chunks of a sequence are consecutive, and all but its last are full."""
+class Shape(NamedTuple):
+    """Compile-time arguments that all kernels share, from one call's tensors."""
 
-    chunks: Tensor  # [chunks, 4]: batch row, first token, tokens, bit 0 first of its sequence + bit 1 last
-    sequences: Tensor  # [sequences, 3]: first block, chunks, blocks that hold tokens
-    last: Tensor  # [sequences], tokens in the last chunk
-    lengths: Tensor  # [sequences] int64
+    heads: int
+    D: int
+    V: int
+    double: bool
+    silu: bool
+    wide: bool  # float32 operands
+
+    @property
+    def slices(self) -> int:
+        return triton.cdiv(self.D, SLICE)
+
+    @property
+    def rows(self) -> int:
+        return (2 if self.double else 1) * self.D
+
+    @property
+    def value_width(self) -> int:
+        return max(64, triton.next_power_of_2(self.V))
+
+    @property
+    def operand(self) -> torch.dtype:
+        return torch.float32 if self.wide else torch.bfloat16  # float16 tensors want bfloat16's range
+
+    def of(self, name: str) -> dict[str, Any]:
+        """Arguments of a kernel of blocks: widths, operands, and how it is launched, by rule: nothing is tuned."""
+        stages = LAUNCH[name][1 if self.double else 0]
+        return {
+            "D": self.D, "V": self.V, "DH": SLICE, "NH": self.slices, "VP": self.value_width, "BT": BLOCK,
+            "LRPE": self.double, "OP": tl.float32 if self.wide else tl.bfloat16,
+            "PREC": "tf32x3" if self.wide else "ieee", "STAGES": 1 if self.wide else stages,
+            "num_warps": 4,
+        }  # fmt: skip
+
+    def of_states(self) -> dict[str, Any]:
+        """Arguments of a scan over spans."""
+        rows = min(16, triton.next_power_of_2(self.D))
+        return {"D": self.D, "V": self.V, "BD": rows, "VP": self.value_width, "LRPE": self.double, "num_warps": 4}
 
 
-@functools.lru_cache(maxsize=16)
-def chunk_table(
-    batch: int, tokens: int, bounds: tuple[int, ...] | None, chunk: int, device: torch.device
-) -> ChunkTable:
-    """Every sequence, a batch row or a segment, starts at a chunk boundary. Made on the host, one copy to the device."""
-    if bounds is None:
-        begin = torch.zeros(batch, dtype=torch.int64)
-        lengths = torch.full((batch,), tokens, dtype=torch.int64)
-        rows = torch.arange(batch)
+# Pipeline stages without and with LRPE.
+LAUNCH = {
+    "chain_states": (3, 3),
+    "outputs": (2, 1),
+    "chain_grads": (2, 2),
+    "query_grads": (1, 1),
+    "key_value_grads": (1, 1),
+}
+
+
+def shape_of(query: Tensor, value: Tensor, theta: Tensor | None, silu: bool) -> Shape:
+    heads, width = query.shape[2:]
+    return Shape(heads, width, value.shape[3], theta is not None, silu, query.dtype == torch.float32)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """The tensor with features side by side and rows near enough for 32-bit offsets within a block."""
+    return x if x.stride(3) == 1 and x.stride(1) * BLOCK < 2**31 else x.contiguous()
+
+
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for x in tensors for stride in x.stride()[:3])
+
+
+class Angles(NamedTuple):
+    """Tables of cos and sin, see `triton_forward.fill_angles`; None without LRPE."""
+
+    cos: Tensor | None
+    sin: Tensor | None
+    turn: Tensor | None
+
+
+def fill_angles(theta: Tensor | None, shape: Shape) -> Angles:
+    if theta is None:
+        return Angles(None, None, None)
+    kind = torch.float32 if shape.wide else torch.float16
+    cos, sin = torch.empty(2, shape.heads, BLOCK, shape.D, dtype=kind, device=theta.device).unbind(0)
+    turn = torch.empty(shape.heads, BLOCK + 1, 2, shape.D, dtype=torch.float32, device=theta.device)
+    forward_kernels.fill_angles[(triton.cdiv(BLOCK + 1, 8), shape.heads)](
+        theta, cos, sin, turn, D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, ROWS=8, num_warps=4
+    )
+    return Angles(cos, sin, turn)
+
+
+def span_moves(theta: Tensor | None, table: Tables) -> Tensor | None:
+    """cos and sin [2 + 2 sequences, H, D] of moves by a full span and by each sequence's last one."""
+    if theta is None:
+        return None
+    full = torch.full((1,), table.span * BLOCK, dtype=torch.float64, device=theta.device)
+    last = (table.lengths.double() - 1).clamp_min(0) % (table.span * BLOCK) + 1
+    angle = torch.cat([full, last])[:, None, None] * theta.double()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos[:1], sin[:1], cos[1:], sin[1:]]).float()
+
+
+class Blocks(NamedTuple):
+    """What every block finds, see `triton_forward`."""
+
+    kv: Tensor
+    enter: Tensor
+    leave: Tensor
+    mass: Tensor
+    flag: Tensor
+
+
+def block_states(
+    key: Tensor,
+    value: Tensor,
+    theta: Tensor | None,
+    shape: Shape,
+    table: Tables,
+    angles: Angles,
+    initial: tuple[Tensor, ...] | None,
+    final: tuple[Tensor, ...] | None,
+) -> Blocks:
+    """The forward chains. `initial` and `final`: max, sum and kv, float32; `final` is written where tokens are."""
+    blocks, heads, device = table.blocks.shape[0], shape.heads, key.device
+    kv = torch.empty(blocks, heads, shape.rows, shape.V, dtype=shape.operand, device=device)
+    enter, leave, mass = torch.empty(3, blocks, heads, shape.D, device=device).unbind(0)
+    flag = torch.empty(blocks, heads, shape.slices, dtype=torch.int32, device=device)
+    found = Blocks(kv, enter, leave, mass, flag)
+    if not blocks or not heads:
+        return found
+    spans = table.spans.shape[0]
+
+    def run(before: tuple[Tensor, ...] | None, after: tuple[Tensor, ...] | None, **which: int) -> None:
+        forward_kernels.chain_states[(spans, heads, shape.slices)](
+            key, value, table.spans, *angles, kv, enter, leave, mass, flag, *(before or (None,) * 3),
+            *(after or (None,) * 3), *strides(key, value), heads, **which, **shape.of("chain_states"),
+        )  # fmt: skip
+
+    to = 0 if final is None else 2
+    if not table.chained:
+        run(initial, final, FROM=0 if initial is None else 2, BLOCKS=1, TO=to)
+        return found
+    top, total = torch.empty(2, spans, heads, shape.D, device=device).unbind(0)
+    held = (top, total, torch.empty(spans, heads, shape.rows, shape.V, device=device))
+    run(None, held, FROM=0, BLOCKS=0, TO=1)
+    arguments = shape.of_states()
+    forward_kernels.scan_spans[(table.lengths.shape[0], heads, triton.cdiv(shape.D, arguments["BD"]))](
+        table.span_ranges, *held, span_moves(theta, table), *(initial or (None,) * 3), heads,
+        INITIAL=initial is not None, **arguments,
+    )  # fmt: skip
+    run(held, final, FROM=1, BLOCKS=1, TO=to)
+    return found
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    theta: Tensor | None,
+    initial: tuple[Tensor, ...] | None,
+    bounds: tuple[int, ...] | None,
+    silu: bool,
+    return_state: bool,
+) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    """Output [B, N, H, Dv], contiguous, and, if asked for, the state's max, sum and kv."""
+    shape = shape_of(query, value, theta, silu)
+    table = tables(*query.shape[:2], bounds, BLOCK, shape.heads * shape.slices, query.device)
+    query, key, value = rows_of(query), rows_of(key), rows_of(value)
+    output = torch.empty_like(value, memory_format=torch.contiguous_format)
+    final = _empty_states(initial, table, shape, query.device) if return_state else None
+    angles = fill_angles(theta, shape)
+    found = block_states(key, value, theta, shape, table, angles, initial, final)
+    if table.blocks.shape[0] and shape.heads:
+        forward_kernels.outputs[(table.blocks.shape[0], shape.heads)](
+            query, key, value, output, table.blocks, angles.cos, angles.sin, found.kv, found.enter, found.mass,
+            found.flag, *strides(query, key, value, output), shape.heads, SILU=silu, **shape.of("outputs"),
+        )  # fmt: skip
+    return output, final
+
+
+def _empty_states(
+    initial: tuple[Tensor, ...] | None, table: Tables, shape: Shape, device: torch.device
+) -> tuple[Tensor, ...]:
+    """States after no token: what sequences without tokens end with."""
+    if initial is not None:
+        return tuple(x.clone() for x in initial)
+    vectors = (table.lengths.shape[0], shape.heads, shape.D)
+    return (
+        torch.full(vectors, float("-inf"), device=device),
+        torch.zeros(vectors, device=device),
+        torch.zeros(*vectors[:2], shape.rows, shape.V, device=device),
+    )
+
+
+class StateGrads(NamedTuple):
+    """Gradients of the final state, and the state itself."""
+
+    max: Tensor
+    kv: Tensor
+    grad_sum: Tensor
+    grad_kv: Tensor
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    theta: Tensor | None,
+    initial: tuple[Tensor, ...] | None,
+    bounds: tuple[int, ...] | None,
+    silu: bool,
+    final: StateGrads | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of query, key, value, theta, and of the initial state's sum and kv."""
+    shape = shape_of(query, value, theta, silu)
+    table = tables(*query.shape[:2], bounds, BLOCK, shape.heads * shape.slices, query.device)
+    query, key, value, grad = rows_of(query), rows_of(key), rows_of(value), rows_of(grad)
+    heads, device, kernels = shape.heads, query.device, backward_kernels
+    blocks, spans, sequences = table.blocks.shape[0], table.spans.shape[0], table.lengths.shape[0]
+    plain = {"memory_format": torch.contiguous_format}
+    grads = tuple(torch.empty_like(x, **plain) for x in (query, key, value))
+    first = torch.zeros(sequences, heads, shape.rows, shape.V, device=device) if initial is not None else None
+    pushed = torch.zeros(sequences, heads, shape.D, device=device) if initial is not None else None
+    grad_theta = None if theta is None else torch.zeros_like(theta)
+    if not blocks or not heads:
+        if final is not None and first is not None:
+            first, pushed = final.grad_kv, -final.grad_sum
+        return (*grads, grad_theta, None if pushed is None else -pushed, first)
+    angles = fill_angles(theta, shape)
+    found = block_states(key, value, theta, shape, table, angles, initial, None)
+    asked = torch.empty_like(found.kv)
+    pressure = torch.empty_like(found.mass)
+    torque = moved = None
+    if theta is not None:
+        torque = torch.empty(2, *found.mass.shape, device=device)
+        moved = torch.empty(spans, heads, shape.D, device=device)
+    last = last_kv = last_pressure = None
+    if final is not None:
+        last = table.block_ranges[:, 0] + (table.block_ranges[:, 1] - 1).clamp_min(0)
+        scale = torch.exp(found.leave[last.clamp_max(blocks - 1)] - final.max)  # empty sequences: not used
+        last_kv = final.grad_kv * (scale.repeat(1, 1, 2) if shape.double else scale)[..., None]
+        last_pressure = -final.grad_sum * scale
+
+    def run(before: Tensor | None, after: Tensor | None, **which: int) -> None:
+        kernels.chain_grads[(spans, heads, shape.slices)](
+            query, key, grad, table.spans, *angles, found.kv, asked, found.enter, found.leave, found.mass, found.flag,
+            moved, before, after, *strides(query, key, grad), heads, SILU=silu, **which, **shape.of("chain_grads"),
+        )  # fmt: skip
+
+    to = 0 if first is None else 2
+    if not table.chained:
+        run(last_kv, first, FROM=0 if last_kv is None else 2, BLOCKS=1, TO=to)
     else:
-        edges = torch.tensor(bounds, dtype=torch.int64)
-        begin, lengths = edges[:-1], edges.diff()
-        rows = torch.zeros_like(begin)
-    counts = (lengths + chunk - 1) // chunk
-    starts = counts.cumsum(0) - counts
-    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    place = torch.arange(len(owner)) - starts[owner]
-    size = (lengths[owner] - place * chunk).clamp_max(chunk)
-    ends = (place == 0).long() + 2 * (place == counts[owner] - 1).long()
-    chunks = torch.stack([rows[owner], begin[owner] + place * chunk, size, ends], 1)
-    last = torch.where(lengths > 0, (lengths - 1) % chunk + 1, 0)
-    sequences = torch.stack([starts * (chunk // BLOCK), counts, (lengths + BLOCK - 1) // BLOCK], 1)
-    return ChunkTable(chunks.int().to(device), sequences.int().to(device), last.int().to(device), lengths.to(device))
+        held = torch.empty(spans, heads, shape.rows, shape.V, device=device)
+        run(None, held, FROM=0, BLOCKS=0, TO=1)
+        arguments = shape.of_states()
+        kernels.scan_span_grads[(sequences, heads, triton.cdiv(shape.D, arguments["BD"]))](
+            table.span_ranges, table.spans, held, found.enter, found.leave, span_moves(theta, table), last_kv, heads,
+            BT=BLOCK, FINAL=last_kv is not None, **arguments,
+        )  # fmt: skip
+        run(held, first, FROM=1, BLOCKS=1, TO=to)
+    blockwise = (blocks, heads)
+    kernels.query_grads[blockwise](
+        query, key, value, grad, grads[0], grads[1], table.blocks, angles.cos, angles.sin, found.kv, found.enter,
+        found.mass, found.flag, pressure, None if torque is None else torque[0],
+        *strides(query, key, value, grad, grads[0]), heads, SILU=silu, **shape.of("query_grads"),
+    )  # fmt: skip
+    kernels.scan_pressure[(sequences, heads)](
+        table.block_ranges, found.enter, found.leave, pressure, last_pressure, pushed, heads,
+        D=shape.D, DP=triton.next_power_of_2(shape.D), ROWS=16, FINAL=final is not None, INITIAL=pushed is not None,
+        num_warps=1,
+    )  # fmt: skip
+    kernels.key_value_grads[blockwise](
+        query, key, value, grad, grads[1], grads[2], table.blocks, angles.cos, angles.sin, asked, found.enter,
+        found.leave, found.mass, found.flag, pressure, None if torque is None else torque[1],
+        *strides(query, key, value, grad, grads[1], grads[2]), heads, SILU=silu, **shape.of("key_value_grads"),
+    )  # fmt: skip
+    if torque is not None and moved is not None:
+        grad_theta = torque.sum((0, 1)) + moved.sum(0)
+        if final is not None:
+            # The last state's origin is the token after, counted from the last window's first.
+            count = table.block_ranges[:, 1]
+            start = (count - 1).clamp_min(0) // WINDOW * (WINDOW * BLOCK)
+            turn = (table.lengths - start)[:, None, None] * _torque(final.kv, final.grad_kv)
+            grad_theta = grad_theta + torch.where(table.lengths[:, None, None] > 0, turn, 0.0).sum(0)
+    if first is not None and pushed is not None and initial is not None:
+        enter = found.enter[table.block_ranges[:, 0].clamp_max(blocks - 1)]
+        scale = torch.where(initial[0] == float("-inf"), 0.0, torch.exp(initial[0] - enter))
+        first *= (scale.repeat(1, 1, 2) if shape.double else scale)[..., None]
+        pushed = pushed * scale
+        if final is not None:  # a sequence without tokens hands its state on
+            some = table.lengths[:, None, None] > 0
+            first = torch.where(some[..., None], first, final.grad_kv)
+            pushed = torch.where(some, pushed, -final.grad_sum)
+        else:
+            some = table.lengths[:, None, None] > 0
+            first, pushed = torch.where(some[..., None], first, 0.0), torch.where(some, pushed, 0.0)
+    return (*grads, grad_theta, None if pushed is None else -pushed, first)
+
+
+def _torque(kv: Tensor, grad_kv: Tensor) -> Tensor:
+    """Change of the loss with the angle of a state's origin, [sequences, H, D]."""
+    (cos, sin), (grad_cos, grad_sin) = kv.float().chunk(2, 2), grad_kv.chunk(2, 2)
+    return (sin * grad_cos - cos * grad_sin).sum(3)
 
 
 def unsupported(
@@ -90,313 +357,4 @@ def unsupported(
         return f"the card {torch.cuda.get_device_name(query.device)}, older than sm_80"
     if initial_state is not None and initial_state.kv.dtype == torch.float64:
         return "a float64 initial_state"
-    if initial_state is not None or return_state:
-        # The one gap of the backward pass: gradients to and from states go through the "torch" backend.
-        inputs = [query, key, value, theta]
-        if initial_state is not None:
-            inputs += [initial_state.sum, initial_state.kv]
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-            return "gradients through states (initial_state or return_state)"
     return None
-
-
-def causal_scan(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    activation: bool,
-    theta: Tensor | None,
-    cu_seqlens: list[int] | None,
-    initial: ScanState | None,
-    return_state: bool,
-) -> tuple[Tensor, ScanState | None]:
-    """See `scan.additive_scan`; inputs keep their dtype."""
-    bounds = None if cu_seqlens is None else tuple(cu_seqlens)
-    table = chunk_table(query.shape[0], query.shape[1], bounds, BLOCKS * BLOCK, query.device)
-    if theta is not None:
-        theta = theta.float()
-    guard = torch.cuda.device(query.device) if query.device.type == "cuda" else contextlib.nullcontext()
-    with guard:
-        if initial is None and not return_state:
-            return _CausalScan.apply(query, key, value, theta, table, activation), None
-        output, _, state, _ = _forward(query, key, value, theta, table, activation, initial, return_state)
-    return output, state
-
-
-class _Saved(NamedTuple):
-    """What the forward pass leaves for the backward pass beside its inputs."""
-
-    kv: Tensor
-    peak: Tensor
-    mass: Tensor
-    before: Tensor
-    flag: Tensor  # int32 [blocks, H], what needs the exact form
-    cos: Tensor | None
-    sin: Tensor | None
-
-
-class _CausalScan(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, theta: Tensor | None, table: ChunkTable, activation: bool
-    ) -> Tensor:
-        output, saved, _, ctx.exact_needed = _forward(query, key, value, theta, table, activation, None, False)
-        ctx.table, ctx.activation = table, activation
-        ctx.save_for_backward(query, key, value, theta, *saved)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, theta, *saved = ctx.saved_tensors
-        guard = torch.cuda.device(query.device) if query.device.type == "cuda" else contextlib.nullcontext()
-        with guard:
-            results = _backward(
-                grads[0], query, key, value, theta, _Saved(*saved), ctx.table, ctx.activation,
-                ctx.exact_needed,
-            )  # fmt: skip
-        return (*results, None, None)
-
-
-class _Shape(NamedTuple):
-    """Compile-time arguments that all kernels share, from one call's tensors."""
-
-    heads: int
-    D: int
-    V: int
-    VP: int
-    double: bool
-    wide: bool  # float32 operands
-
-    @property
-    def rows(self) -> int:
-        return (2 if self.double else 1) * self.D
-
-    @property
-    def widths(self) -> dict[str, int]:
-        return {"D": self.D, "V": self.V, "VP": self.VP}
-
-    @property
-    def padded(self) -> int:
-        return max(16, triton.next_power_of_2(self.D))
-
-    @property
-    def products(self) -> dict[str, Any]:
-        """Operands of the matrix products; float16 tensors want bfloat16's range."""
-        operand, precision = (tl.float32, "tf32x3") if self.wide else (tl.bfloat16, "ieee")
-        return {"BT": BLOCK, "NB": BLOCKS, "LRPE": self.double, "OP": operand, "PREC": precision}
-
-    @property
-    def state_dtype(self) -> torch.dtype:
-        return torch.float32 if self.wide else torch.bfloat16
-
-
-def _shape(query: Tensor, value: Tensor, theta: Tensor | None) -> _Shape:
-    heads, width = query.shape[2:]
-    padded = max(64, triton.next_power_of_2(value.shape[3]))
-    wide = query.dtype == torch.float32
-    return _Shape(heads, width, value.shape[3], padded, theta is not None, wide)
-
-
-def _launch(name: str, shape: _Shape, exact: bool = False) -> dict[str, int]:
-    """Tiles, warps and pipeline stages, by rule: nothing is tuned at run time."""
-    if name in ("scan_states", "scan_state_grads"):
-        return {"num_warps": 4, "num_stages": 1}
-    if name in ("scan_mass", "scan_pressure"):
-        return {"num_warps": 1, "num_stages": 1}
-    # Tiles of 32 raise illegal memory accesses with Triton 3.6 on an H100: narrower heads are padded to 64.
-    if exact:  # rarely run, and half as long to compile
-        return {"DH": 64, "num_warps": 8, "num_stages": 1}
-    pipelined = not shape.wide and not (shape.double and name in ("outputs", "value_grads"))
-    return {"DH": 64, "num_warps": 4, "num_stages": 2 if pipelined else 1}
-
-
-def _exact_needed(flag: Tensor) -> bool:
-    """Whether any block grows too fast for the fast form. The one place that waits for the device, once a call and
-    forward only: launched on the chance, the exact kernels would cost more, in time and in the first compilation. While
-    a CUDA graph is captured nothing may wait, so there they are launched, and skip every block that has no flag."""
-    if flag.is_cuda and torch.cuda.is_current_stream_capturing():
-        return True
-    return bool(flag.any())
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The tensor with features side by side and rows near enough for 32-bit offsets within a chunk."""
-    return x if x.stride(3) == 1 and x.stride(1) * BLOCKS * BLOCK < 2**31 else x.contiguous()
-
-
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(stride for x in tensors for stride in x.stride()[:3])
-
-
-def _move(theta: Tensor, tokens: Tensor) -> Tensor:
-    """cos and sin of a move by `tokens` [n], float32 [2, n, H, D] from float64."""
-    angle = tokens.double()[:, None, None] * theta.double()
-    return torch.stack([angle.cos(), angle.sin()]).float()
-
-
-def _moves(theta: Tensor | None, last: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """cos and sin tables of `scan_states`: a move by a chunk, then, for a final state, by each last chunk."""
-    if theta is None:
-        return None, None
-    chunk = torch.full((1,), BLOCKS * BLOCK, dtype=torch.int32, device=theta.device)
-    cos, sin = _move(theta, chunk if last is None else torch.cat([chunk, last])).unbind(0)
-    return cos, sin
-
-
-def _feature_block(shape: _Shape) -> int:
-    """State rows of one program in the scans over chunks."""
-    return min(16, shape.padded)
-
-
-def _forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    theta: Tensor | None,
-    table: ChunkTable,
-    activation: bool,
-    initial: ScanState | None,
-    return_state: bool,
-) -> tuple[Tensor, _Saved, ScanState | None, bool]:
-    shape = _shape(query, value, theta)
-    query, key, value = _rows(query), _rows(key), _rows(value)
-    heads, device, kernels = shape.heads, query.device, forward_kernels
-    chunks, sequences = table.chunks.shape[0], table.sequences.shape[0]
-    output = torch.empty_like(value, memory_format=torch.contiguous_format)
-    kv = torch.empty(chunks, heads, shape.rows, shape.V, dtype=shape.state_dtype, device=device)
-    peak, mass, before = torch.empty(3, chunks * BLOCKS, heads, shape.D, device=device).unbind(0)
-    flag = torch.zeros(chunks * BLOCKS, heads, dtype=torch.int32, device=device)
-    cos = sin = None
-    if theta is not None:
-        theta = theta.contiguous()
-        angles = torch.float32 if shape.wide else torch.float16
-        cos, sin = torch.empty(2, heads, BLOCKS * BLOCK + 1, shape.D, dtype=angles, device=device).unbind(0)
-    final = None
-    if return_state:
-        final = ScanState(
-            torch.empty(sequences, heads, shape.D, device=device),
-            torch.empty(sequences, heads, shape.D, device=device),
-            torch.empty(sequences, heads, shape.rows, shape.V, device=device),
-            table.lengths if initial is None else initial.length + table.lengths,
-        )
-    saved = _Saved(kv, peak, mass, before, flag, cos, sin)
-    start = None if initial is None else [x.float().contiguous() for x in initial[:3]]
-    move_cos, move_sin = _moves(theta, table.last if return_state else None)
-    per_sequence = {"INITIAL": initial is not None, "FINAL": return_state}
-    exact_needed = False
-    if sequences and heads:
-        if chunks:
-            if theta is not None:
-                grid = (triton.cdiv(BLOCKS * BLOCK + 1, 16), heads)
-                kernels.fill_angles[grid](
-                    theta, cos, sin, LENGTH=BLOCKS * BLOCK, D=shape.D, DP=shape.padded, ROWS=16, num_warps=4
-                )
-            launch = _launch("chunk_states", shape)
-            kernels.chunk_states[(chunks, heads, triton.cdiv(shape.D, launch["DH"]))](
-                key, value, table.chunks, cos, sin, kv, peak, mass, *_strides(key, value), heads,
-                **shape.widths, KEEP_LAST=return_state, **shape.products, **launch,
-            )  # fmt: skip
-        kernels.scan_mass[(sequences, heads)](
-            table.sequences, peak, mass, before, start and start[0], start and start[1], final and final.max,
-            final and final.sum, heads, D=shape.D, DP=shape.padded, ROWS=16, **per_sequence,
-            **_launch("scan_mass", shape),
-        )  # fmt: skip
-        size = _feature_block(shape)
-        kernels.scan_states[(sequences, heads, triton.cdiv(shape.D, size))](
-            table.sequences, table.last, kv, peak, before, move_cos, move_sin, start and start[2], final and final.kv,
-            heads, D=shape.D, V=shape.V, BD=size, VP=shape.VP, NB=BLOCKS, LRPE=shape.double, **per_sequence,
-            **_launch("scan_states", shape),
-        )  # fmt: skip
-        for exact in (False, True) if chunks else ():
-            if exact:
-                exact_needed = _exact_needed(flag)
-                if not exact_needed:
-                    break
-            launch = _launch("outputs", shape, exact)
-            launch["NH"] = triton.cdiv(shape.D, launch["DH"])
-            kernels.outputs[(chunks * BLOCKS, heads)](
-                query, key, value, output, table.chunks, cos, sin, kv, peak, mass, before, flag,
-                *_strides(query, key, value, output), heads, **shape.widths, SILU=activation,
-                INITIAL=initial is not None, EXACT=exact, **shape.products, **launch,
-            )  # fmt: skip
-    return output, saved, final, exact_needed
-
-
-def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    theta: Tensor | None,
-    saved: _Saved,
-    table: ChunkTable,
-    activation: bool,
-    exact_needed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    shape = _shape(query, value, theta)
-    query, key, value, grad = _rows(query), _rows(key), _rows(value), _rows(grad)
-    heads, device, kernels = shape.heads, query.device, backward_kernels
-    chunks, sequences = table.chunks.shape[0], table.sequences.shape[0]
-    contiguous = {"memory_format": torch.contiguous_format}
-    grad_query, grad_key = torch.empty_like(query, **contiguous), torch.empty_like(key, **contiguous)
-    grad_value = torch.empty_like(value, **contiguous)
-    if not chunks or not heads:
-        return grad_query, grad_key, grad_value, None if theta is None else torch.zeros_like(theta)
-    kv, peak, mass, before, flag, cos, sin = saved
-    grad_kv = torch.empty_like(kv)
-    pressure = torch.empty_like(peak)
-    read = torch.empty(query.shape, dtype=shape.state_dtype, device=device)
-    torque = moved = None
-    if theta is not None:
-        torque = torch.zeros(2, *peak.shape, device=device)  # blocks without tokens are never written
-        moved = torch.empty(sequences, heads, shape.D, device=device)
-    common = {**shape.widths, **shape.products, "SILU": activation}
-    tail = (peak, mass, before, flag)
-    for exact in (False, True) if exact_needed else (False,):
-        launch = _launch("state_grads", shape, exact)
-        features = triton.cdiv(shape.D, launch["DH"])
-        kernels.state_grads[(chunks, heads, features)](
-            query, key, grad, read, table.chunks, cos, sin, grad_kv, *tail, *_strides(query, key, grad, read), heads,
-            EXACT=exact, **common, **launch,
-        )  # fmt: skip
-    size = _feature_block(shape)
-    move_cos, move_sin = _moves(theta, None)
-    kernels.scan_state_grads[(sequences, heads, triton.cdiv(shape.D, size))](
-        table.sequences, kv, grad_kv, peak, before, move_cos, move_sin, moved, heads,
-        D=shape.D, V=shape.V, BD=size, VP=shape.VP, BT=BLOCK, NB=BLOCKS, LRPE=shape.double,
-        **_launch("scan_state_grads", shape),
-    )  # fmt: skip
-    for exact in (False, True) if exact_needed else (False,):
-        launch = _launch("query_grads", shape, exact)
-        features = triton.cdiv(shape.D, launch["DH"])
-        kernels.query_grads[(chunks * BLOCKS, heads, features)](
-            query, key, value, grad, grad_query, grad_key, table.chunks, cos, sin, kv, *tail, pressure,
-            None if torque is None else torque[0], *_strides(query, key, value, grad, grad_query), heads,
-            EXACT=exact, **common, **launch,
-        )  # fmt: skip
-    kernels.scan_pressure[(sequences, heads)](
-        table.sequences, peak, before, pressure, heads, D=shape.D, DP=shape.padded, ROWS=16,
-        **_launch("scan_pressure", shape),
-    )  # fmt: skip
-    for exact in (False, True) if exact_needed else (False,):
-        launch = _launch("key_grads", shape, exact)
-        features = triton.cdiv(shape.D, launch["DH"])
-        kernels.key_grads[(chunks * BLOCKS, heads, features)](
-            query, key, value, grad, read, grad_key, table.chunks, cos, sin, grad_kv, *tail, pressure,
-            None if torque is None else torque[1], *_strides(query, key, value, grad, read, grad_key), heads,
-            EXACT=exact, **common, **launch,
-        )  # fmt: skip
-    for exact in (False, True) if exact_needed else (False,):
-        launch = _launch("value_grads", shape, exact)
-        launch["NH"] = triton.cdiv(shape.D, launch["DH"])
-        kernels.value_grads[(chunks * BLOCKS, heads)](
-            query, key, grad, read, grad_value, table.chunks, cos, sin, grad_kv, *tail,
-            *_strides(query, key, grad, read, grad_value), heads, EXACT=exact, **common,
-            **launch,
-        )  # fmt: skip
-    grad_theta = None
-    if theta is not None and torque is not None and moved is not None:
-        grad_theta = torque.sum((0, 1)) + moved.sum(0)
-    return grad_query, grad_key, grad_value, grad_theta

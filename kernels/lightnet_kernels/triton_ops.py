@@ -1,0 +1,145 @@
+"""The Triton causal scan as torch.library operators, so that torch.compile and activation checkpointing go through it.
+
+`lightnet::causal_scan` and its backward are opaque to the compiler; their fake kernels give shapes and dtypes. An operator
+returns tensors only: what is not asked for comes back empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import triton_scan
+from .checks import check_cu_seqlens
+from .state import ScanState
+
+OPTIONAL = "Tensor? theta, Tensor? initial_max, Tensor? initial_sum, Tensor? initial_kv, Tensor? cu_seqlens"
+FORWARD = f"(Tensor query, Tensor key, Tensor value, {OPTIONAL}, bool silu, bool return_state)"
+FINAL = "Tensor? final_max, Tensor? final_kv, Tensor? grad_sum, Tensor? grad_kv"
+BACKWARD = f"(Tensor grad, Tensor query, Tensor key, Tensor value, {OPTIONAL}, {FINAL}, bool silu)"
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _bounds(cu_seqlens: Tensor | None, query: Tensor) -> tuple[int, ...] | None:
+    """Free where cu_seqlens is on the CPU; else the one thing that waits for the device."""
+    bounds = check_cu_seqlens("additive_scan", cu_seqlens, query.shape[0], query.shape[1])
+    return None if bounds is None else tuple(bounds)
+
+
+def _group(*tensors: Tensor | None) -> tuple[Tensor, ...] | None:
+    kept = tuple(x.contiguous() for x in tensors if x is not None)
+    return kept if len(kept) == len(tensors) else None
+
+
+@torch.library.custom_op(
+    "lightnet::causal_scan", mutates_args=(), schema=f"{FORWARD} -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def causal_scan_op(
+    query: Any, key: Any, value: Any, theta: Any, initial_max: Any, initial_sum: Any, initial_kv: Any,
+    cu_seqlens: Any, silu: bool, return_state: bool,
+) -> Any:  # fmt: skip
+    with _on(query.device):
+        output, state = triton_scan.forward(
+            query, key, value, None if theta is None else theta.contiguous(),
+            _group(initial_max, initial_sum, initial_kv), _bounds(cu_seqlens, query), silu, return_state,
+        )  # fmt: skip
+    return output, *(state or (query.new_empty(0, dtype=torch.float32) for _ in range(3)))
+
+
+@causal_scan_op.register_fake
+def _(query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, silu, return_state):  # type: ignore[no-untyped-def]
+    output = torch.empty_like(value, memory_format=torch.contiguous_format)
+    if not return_state:
+        return output, *(query.new_empty(0, dtype=torch.float32) for _ in range(3))
+    batch, _, heads, width = query.shape
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    rows = width if theta is None else 2 * width
+    vectors = [query.new_empty(sequences, heads, width, dtype=torch.float32) for _ in range(2)]
+    return output, *vectors, query.new_empty(sequences, heads, rows, value.shape[3], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "lightnet::causal_scan_backward",
+    mutates_args=(),
+    schema=f"{BACKWARD} -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def causal_scan_backward_op(
+    grad: Any, query: Any, key: Any, value: Any, theta: Any, initial_max: Any, initial_sum: Any, initial_kv: Any,
+    cu_seqlens: Any, final_max: Any, final_kv: Any, grad_sum: Any, grad_kv: Any, silu: bool,
+) -> Any:  # fmt: skip
+    final = _group(final_max, final_kv, grad_sum, grad_kv)
+    with _on(query.device):
+        grads = triton_scan.backward(
+            grad, query, key, value, None if theta is None else theta.contiguous(),
+            _group(initial_max, initial_sum, initial_kv), _bounds(cu_seqlens, query), silu,
+            None if final is None else triton_scan.StateGrads(*final),
+        )  # fmt: skip
+    return tuple(query.new_empty(0, dtype=torch.float32) if x is None else x for x in grads)
+
+
+@causal_scan_backward_op.register_fake
+def _(  # type: ignore[no-untyped-def]
+    grad, query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, final_max, final_kv, grad_sum,
+    grad_kv, silu,
+):  # fmt: skip
+    plain = {"memory_format": torch.contiguous_format}
+    grads = [torch.empty_like(x, **plain) for x in (query, key, value)]
+    others = [theta, initial_sum, initial_kv]
+    return *grads, *(query.new_empty(0, dtype=torch.float32) if x is None else torch.empty_like(x) for x in others)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, silu, return_state = inputs
+    ctx.silu, ctx.return_state = silu, return_state
+    ctx.save_for_backward(*tensors, *((output[1], output[3]) if return_state else (None, None)))
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _max: Any, grad_sum: Tensor | None, grad_kv: Tensor | None) -> Any:
+    query, key, value, theta, *initial, cu_seqlens, final_max, final_kv = ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(value)
+    final = [None] * 4
+    if ctx.return_state and (grad_sum is not None or grad_kv is not None):
+        grad_sum = torch.zeros_like(final_max) if grad_sum is None else grad_sum
+        grad_kv = torch.zeros_like(final_kv) if grad_kv is None else grad_kv
+        final = [final_max, final_kv, grad_sum, grad_kv]
+    *grads, of_theta, of_sum, of_kv = causal_scan_backward_op(
+        grad, query, key, value, theta, *initial, cu_seqlens, *final, ctx.silu
+    )
+    theta_grad = None if theta is None else of_theta
+    states = (None, None, None) if initial[0] is None else (None, of_sum, of_kv)
+    return *grads, theta_grad, *states, None, None, None
+
+
+causal_scan_op.register_autograd(_backward, setup_context=_save)
+
+
+def causal_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    activation: bool,
+    theta: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial: ScanState | None,
+    return_state: bool,
+) -> tuple[Tensor, ScanState | None]:
+    """See `scan.additive_scan`; inputs keep their dtype."""
+    start = [None] * 3 if initial is None else [initial.max.detach().float(), initial.sum.float(), initial.kv.float()]
+    theta = None if theta is None else theta.float()
+    output, *state = causal_scan_op(query, key, value, theta, *start, cu_seqlens, activation, return_state)
+    if not return_state:
+        return output, None
+    if cu_seqlens is None:
+        lengths = torch.full(query.shape[:1], query.shape[1], dtype=torch.int64, device=query.device)
+    else:
+        lengths = cu_seqlens.diff().to(query.device, torch.int64)
+    return output, ScanState(state[0].detach(), state[1], state[2], lengths + (0 if initial is None else initial.length))
