@@ -12,6 +12,7 @@ from ..errors import UserError
 VERBS = {
     "prep": "Turn text into token shards, with a tokenizer, a manifest and a held-out split.",
     "train": "Train a model from a configuration or preset, in parallel, resumably.",
+    "launch": "Write ready files for Slurm, Kubernetes, torchrun or the deepspeed launcher.",
     "eval": "Measure a checkpoint on held-out text: nats, bits per byte, perplexity.",
     "generate": "Continue a prompt from a checkpoint.",
     "report": "Draw a run's losses, rates and throughput into one HTML page.",

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from .base import Section
+from .launch import LaunchConfig
 from .model import ModelConfig
 
 
@@ -147,6 +148,7 @@ class RunConfig(Section):
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    launch: LaunchConfig = Field(default_factory=LaunchConfig)
     deepspeed: dict[str, Any] = Field(
         default_factory=dict, description="Passed through to DeepSpeed for what is not modelled here."
     )

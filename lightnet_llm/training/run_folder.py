@@ -39,6 +39,7 @@ RESUMABLE = (
     "validation.",
     "checkpoint.",
     "logging.",
+    "launch.",
 )
 
 
