@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..scan import additive_scan, backends
+from ..segments import CHUNK
 from .cases import GRADIENT_ERROR, OUTPUT_ERROR, Inputs, ScanCase, digest, make_inputs
 from .measure import Clock, check, memory_bar, peak_extra, rates, same_bits, saved_tensors
 from .truth import relative, scan_truth
@@ -139,14 +141,25 @@ def _last_row(call: Call) -> tuple[dict[str, float], list[dict[str, Any]]]:
     return errors, [_error_check(name, errors[name], " at size") for name in ("output", "query", "value")]
 
 
+def state_elements(case: ScanCase, backend: str) -> int:
+    """Elements of all chunk states: causal, one state (kv and two vectors) for each block of the backend's scan, or of
+    the PyTorch scan's chunks; bidirectional, one a sequence."""
+    block: int = CHUNK
+    if backend == "triton":
+        block = getattr(importlib.import_module("lightnet_kernels.triton_parts"), "BLOCK", CHUNK)
+    count = case.batch * case.heads * (-(-case.tokens // block) if case.causal else 1)
+    return count * case.width * ((2 if case.lrpe else 1) * case.width + 2)
+
+
 def _memory(clock: Clock, call: Call) -> dict[str, Any]:
     inputs = list(call.inputs.leaves.values())
-    saved = saved_tensors(call.run, inputs)
-    output = call.forward()
-    memory = memory_bar(inputs, output, saved)
+    kept = saved_tensors(call.run, inputs)
+    memory: dict[str, Any] = dict(memory_bar(inputs, call.forward(), state_elements(call.case, call.backend)))
+    memory["kept_for_backward"] = [[list(x.shape), str(x.dtype).removeprefix("torch.")] for x in kept]
+    memory["kept_for_backward_bytes"] = sum(x.numel() * x.element_size() for x in kept)
+    del kept
     given = sum(x.numel() * x.element_size() for x in [*inputs, call.inputs.grad])
-    del output, saved
-    extra = peak_extra(clock, lambda: call.both())
+    extra = peak_extra(clock, call.both)
     return {**memory, "extra_bytes": extra, "peak_bytes": None if extra is None else given + extra}
 
 
