@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -29,11 +33,41 @@ class ToeplitzExchange(Protocol):
         ...
 
 
-# The one place to add a backend: a function of toeplitz_torch.forward_scan's signature.
+# The one place to add a backend: a function of toeplitz_torch.forward_scan's signature. "triton" takes x in its own dtype
+# instead, and only what its `unsupported` lets through.
 _BACKENDS: dict[str, Callable[..., Any]] = {
     "reference": toeplitz_reference.forward_scan,
     "torch": toeplitz_torch.forward_scan,
 }
+
+
+@functools.cache
+def _triton() -> ModuleType | None:
+    """The Triton backend, imported on first use: Triton is not a core dependency."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        return importlib.import_module(".triton_toeplitz", __package__)
+    except (ImportError, AttributeError):  # a Triton that this code does not know
+        return None
+
+
+def _choose_backend(backend: str, x: Tensor, decay: Tensor, key_mask: Tensor | None) -> str:
+    check_backend("toeplitz_scan", backend, ("auto", *_BACKENDS, "triton"))
+    if backend == "auto" and x.device.type != "cuda":
+        return "torch"
+    if backend not in ("auto", "triton"):
+        return backend
+    triton = _triton()
+    reason = "machines without triton 3.6" if triton is None else triton.unsupported(x, decay, key_mask)
+    if reason is None:
+        return "triton"
+    if backend == "triton":
+        raise ValueError(
+            f"toeplitz_scan: backend 'triton' does not take {reason}; use backend='auto', which falls back to 'torch' "
+            "there"
+        )
+    return "torch"
 
 
 def toeplitz_scan(
@@ -59,13 +93,13 @@ def toeplitz_scan(
     return_state: also return the state h_N = sum_m lambda^(N - m) x_m [B, d, e] of the forward sum, with [segments,
         ...] under cu_seqlens. The last token has weight 1. Merge with `merge_toeplitz_states`.
     exchange: sequence parallelism, see `ToeplitzExchange`.
-    backend: "auto", "reference" (the explicit Toeplitz matrix, O(N^2)) or "torch" (O(N e)).
+    backend: "auto", "reference" (the explicit Toeplitz matrix, O(N^2)), "torch" (O(N e)) or "triton" (the same on a GPU;
+        no key_mask; bfloat16, float16 or float32). "auto" is "triton" on a GPU where it does the case, else "torch".
 
     Returns y [B, N, d] in x's dtype (0 at masked tokens), or (y, state). Gradients reach x, decay, gain and the state.
     Raises ValueError for arguments that do not fit.
     """
     name = "toeplitz_scan"
-    check_backend(name, backend, ("auto", *_BACKENDS))
     if x.ndim != 3 or not x.is_floating_point():
         raise ValueError(f"{name}: x is {x.dtype} {tuple(x.shape)}; expected a floating-point [B, N, d]")
     for label, parameter in (("decay", decay), ("gain", gain)):
@@ -75,6 +109,7 @@ def toeplitz_scan(
                 "alike for decay and gain"
             )
     check_mask(name, key_mask, x)
+    chosen = _choose_backend(backend, x, decay, key_mask)
     check_exchange(name, exchange, "prefix")
     if bidirectional:
         check_exchange(name, exchange, "suffix")
@@ -85,12 +120,13 @@ def toeplitz_scan(
     if key_mask is not None:
         key_mask = key_mask.to(x.device)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    operands = (x.to(dtype), decay.to(dtype), gain.to(dtype))
-    scan = _BACKENDS["torch" if backend == "auto" else backend]
+    triton = _triton() if chosen == "triton" else None
+    scan = _BACKENDS[chosen] if triton is None else triton.forward_scan
+    operands = (x.to(dtype) if triton is None else x, decay.to(dtype), gain.to(dtype))
     empty = ToeplitzState(x.new_zeros(shapes, dtype=dtype), torch.zeros(sequences, dtype=torch.int64, device=x.device))
 
     def run(reverse: bool, start: ToeplitzState | None) -> tuple[Tensor, ToeplitzState]:
-        def direction(first: ToeplitzState, output: bool, state: bool) -> tuple[Tensor, ToeplitzState]:
+        def direction(first: ToeplitzState | None, output: bool, state: bool) -> tuple[Tensor, ToeplitzState]:
             result: tuple[Tensor, ToeplitzState] = scan(
                 *operands, bounds, key_mask, first, reverse=reverse, need_output=output, need_state=state
             )

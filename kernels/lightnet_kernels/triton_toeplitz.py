@@ -1,0 +1,321 @@
+"""Backend "triton" of the Toeplitz scan, on a GPU (or under TRITON_INTERPRET=1 on a CPU, for tests).
+
+x is laid out channel by channel, scanned by one program a channel, and laid back; see `triton_toeplitz_kernels`. Beside
+the tensors themselves and their channel-by-channel copies, memory holds one state for every TILE chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from . import triton_toeplitz_kernels as kernels
+from .state import ToeplitzState
+from .toeplitz_torch import decay_powers
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CHUNK = 64  # C, tokens in a row
+TILE = 64  # M, rows of one product
+MAX_RANK = 128
+
+
+class RowTable(NamedTuple):
+    """Chunks of a batch of sequences, on the device. Rows of a sequence are consecutive, all but its last full."""
+
+    rows: Tensor  # [rows, 5] int32, see `triton_toeplitz_kernels.FIELDS`
+    lengths: Tensor  # [sequences] int64
+    last: Tensor  # [sequences] int64, tokens of the last row, 0 in an empty sequence
+    tail: Tensor  # [sequences, CHUNK] int64, tokens from a sequence's end backwards, as places in [B * N]
+
+
+@functools.lru_cache(maxsize=16)
+def row_table(batch: int, tokens: int, bounds: tuple[int, ...] | None, reverse: bool, device: torch.device) -> RowTable:
+    """Made on the host, once for all calls alike. `reverse` runs every sequence from its end."""
+    if bounds is None:
+        begin = torch.zeros(batch, dtype=torch.int64)
+        lengths = torch.full((batch,), tokens, dtype=torch.int64)
+        batches = torch.arange(batch)
+    else:
+        edges = torch.tensor(bounds, dtype=torch.int64)
+        begin, lengths = edges[:-1], edges.diff()
+        batches = torch.zeros_like(begin)
+    counts = (lengths + CHUNK - 1) // CHUNK
+    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    place = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    size = (lengths[owner] - place * CHUNK).clamp_max(CHUNK)
+    base = begin[owner] + (lengths[owner] - 1 - place * CHUNK if reverse else place * CHUNK)
+    ends = (place == 0).long() + 2 * (place == counts[owner] - 1).long()
+    rows = torch.stack([batches[owner], base, size, ends, owner], 1).int()
+    last = torch.where(lengths > 0, (lengths - 1) % CHUNK + 1, 0)
+    back = torch.arange(CHUNK)
+    tail = begin[:, None] + (back if reverse else lengths[:, None] - 1 - back)
+    tail = torch.where(back < last[:, None], batches[:, None] * tokens + tail, 0)
+    return RowTable(rows.to(device), lengths.to(device), last.to(device), tail.to(device))
+
+
+def unsupported(x: Tensor, decay: Tensor, key_mask: Tensor | None) -> str | None:
+    """What of these arguments the kernels do not do, or None."""
+    if x.dtype not in DTYPES:
+        return f"dtype {x.dtype}"
+    if key_mask is not None:
+        return "key_mask"
+    if decay.shape[1] > MAX_RANK:
+        return f"{decay.shape[1]} exponentials a channel (at most {MAX_RANK})"
+    if x.device.type == "cpu":
+        return None if triton.knobs.runtime.interpret else "tensors on a CPU (except under TRITON_INTERPRET=1)"
+    if x.device.type != "cuda" or torch.version.hip is not None:
+        return f"tensors on {x.device}"
+    if torch.cuda.get_device_capability(x.device)[0] < 8:
+        return f"the card {torch.cuda.get_device_name(x.device)}, older than sm_80"
+    return None
+
+
+def forward_scan(
+    x: Tensor,
+    decay: Tensor,
+    gain: Tensor,
+    cu_seqlens: list[int] | None,
+    key_mask: Tensor | None,
+    initial: ToeplitzState | None,
+    *,
+    reverse: bool,
+    need_output: bool,
+    need_state: bool,
+) -> tuple[Tensor, ToeplitzState | None]:
+    """See `toeplitz_torch.forward_scan`; x keeps its dtype, and so does y. No `initial` is one of zeros."""
+    bounds = None if cu_seqlens is None else tuple(cu_seqlens)
+    table = row_table(x.shape[0], x.shape[1], bounds, reverse, x.device)
+    sequences = table.lengths.shape[0]
+    y, held, _ = toeplitz_rows(
+        x, decay, gain, None if initial is None else initial.hidden, table.rows, sequences, reverse, need_output,
+        need_state,
+    )  # fmt: skip
+    state = _final_state(x, decay, held, table, initial) if need_state else initial
+    return (y if need_output else x), state
+
+
+def _final_state(
+    x: Tensor, decay: Tensor, held: Tensor, table: RowTable, initial: ToeplitzState | None
+) -> ToeplitzState:
+    """lambda^n held + sum_r lambda^r x_(n - 1 - r) over the n tokens of each sequence's last row."""
+    powers = decay_powers(decay, CHUNK)  # [d, C + 1, e]
+    tail = torch.zeros(*table.tail.shape, x.shape[2], device=x.device)
+    if x.numel():
+        exists = torch.arange(CHUNK, device=x.device) < table.last[:, None]
+        tail = torch.where(exists[..., None], x.reshape(-1, x.shape[2])[table.tail].float(), 0.0)
+    hidden = torch.einsum("snd,dne->sde", tail, powers[:, :CHUNK])
+    hidden = hidden + powers[:, table.last].transpose(0, 1) * held
+    return ToeplitzState(hidden, table.lengths.clone() if initial is None else initial.length + table.lengths)
+
+
+def _guard(x: Tensor) -> Any:
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+class _Constants(NamedTuple):
+    """What the kernels take of lambda and b, and their compile-time arguments."""
+
+    log_decay: Tensor  # log2 lambda [d, e]
+    full: Tensor  # lambda^CHUNK, from float64: it is applied once a chunk
+    gain: Tensor
+    taps: Tensor  # [d, CHUNK]
+    rank: dict[str, int]
+
+    def dots(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Tiles, precision and warps. 16-bit tensors are exact in tf32, and powers of lambda good to 5e-4 in it."""
+        wide = dtype == torch.float32
+        return {**self.rank, "M": TILE, "PREC": "tf32x3" if wide else "tf32", "num_stages": 1}
+
+
+def _constants(decay: Tensor, gain: Tensor) -> _Constants:
+    # Triton's log2 is good to 2^-22 absolute, which 64 times over is too little for lambda near 1.
+    double = decay.double()
+    channels, rank = decay.shape
+    # Tiles of 32 in products raise illegal memory accesses with Triton 3.6 on an H100: pad to 64.
+    sizes = {"E": rank, "EP": max(64, triton.next_power_of_2(rank)), "C": CHUNK}
+    log_decay, gain = double.log2().float().contiguous(), gain.contiguous()
+    taps = torch.empty(channels, CHUNK, device=decay.device)
+    if channels:
+        kernels.sum_taps[(channels,)](log_decay, gain, taps, **sizes, num_warps=4)
+    return _Constants(log_decay, (double**CHUNK).float(), gain, taps, sizes)
+
+
+CHANNELS = 64  # of one program that changes the layout
+
+
+def _pack(x: Tensor, rows: Tensor, reverse: bool) -> Tensor:
+    channels, count = x.shape[2], rows.shape[0]
+    packed = torch.empty(channels, count, CHUNK, dtype=x.dtype, device=x.device)
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    kernels.pack_channels[(count, triton.cdiv(channels, CHANNELS))](
+        x, packed, rows, x.stride(0), x.stride(1), count, channels,
+        REVERSE=reverse, C=CHUNK, BD=CHANNELS, num_warps=4,
+    )  # fmt: skip
+    return packed
+
+
+def _unpack(packed: Tensor, x: Tensor, rows: Tensor, reverse: bool) -> None:
+    """Into x, contiguous."""
+    channels, count = x.shape[2], rows.shape[0]
+    kernels.unpack_channels[(count, triton.cdiv(channels, CHANNELS))](
+        packed, x, rows, x.stride(0), x.stride(1), count, channels,
+        REVERSE=reverse, C=CHUNK, BD=CHANNELS, num_warps=4,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("lightnet_kernels::toeplitz_rows", mutates_args=())
+def toeplitz_rows(
+    x: Tensor,
+    decay: Tensor,
+    gain: Tensor,
+    initial: Tensor | None,
+    rows: Tensor,
+    sequences: int,
+    reverse: bool,
+    need_output: bool,
+    need_last: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One direction over the rows of a `RowTable`: x [B, N, d], decay and gain [d, e], initial [sequences, d, e].
+
+    Returns y like x; the state that the last row of each sequence receives [sequences, d, e] (the initial one where it
+    has no row); and what the backward pass needs [d, tiles, e]. The first two are empty where not needed.
+    """
+    channels, count = x.shape[2], rows.shape[0]
+    y, last, carry = _outputs(x, decay, rows, sequences, need_output, need_last)
+    if need_last:
+        last.zero_() if initial is None else last.copy_(initial)
+    if not count or not channels:
+        return y, last, carry
+    with _guard(x):
+        constants = _constants(decay, gain)
+        packed = _pack(x, rows, reverse)
+        out = torch.empty_like(packed) if need_output else packed
+        kernels.scan_channels[(channels,)](
+            packed, out, rows, constants.log_decay, constants.full, constants.gain, constants.taps,
+            None if initial is None else initial.contiguous(), carry, last, count, channels,
+            OUTPUT=need_output, INITIAL=initial is not None, FINAL=need_last, CENTRE=not reverse, num_warps=4,
+            **constants.dots(x.dtype),
+        )  # fmt: skip
+        if need_output:
+            _unpack(out, y, rows, reverse)
+    return y, last, carry
+
+
+@toeplitz_rows.register_fake
+def _outputs_of_toeplitz_rows(
+    x: Tensor,
+    decay: Tensor,
+    gain: Tensor,
+    initial: Tensor | None,
+    rows: Tensor,
+    sequences: int,
+    reverse: bool,
+    need_output: bool,
+    need_last: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(x, decay, rows, sequences, need_output, need_last)
+
+
+def _outputs(
+    x: Tensor, decay: Tensor, rows: Tensor, sequences: int, need_output: bool, need_last: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    tiles = (rows.shape[0] + TILE - 1) // TILE
+    return (
+        x.new_empty(x.shape if need_output else (0,)),
+        decay.new_empty((sequences, *decay.shape) if need_last else (0,)),
+        decay.new_empty(decay.shape[0], tiles, decay.shape[1]),
+    )
+
+
+@torch.library.custom_op("lightnet_kernels::toeplitz_rows_backward", mutates_args=())
+def toeplitz_rows_backward(
+    grad: Tensor,
+    grad_last: Tensor | None,
+    x: Tensor,
+    decay: Tensor,
+    gain: Tensor,
+    initial: Tensor | None,
+    rows: Tensor,
+    carry: Tensor,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients to x, decay, gain and initial (empty without one), from those to y [B, N, d] and to the last rows'
+    states."""
+    channels, count = x.shape[2], rows.shape[0]
+    grad_x, grad_decay, grad_gain, grad_initial = _gradients(x, decay, initial)
+    if initial is not None:
+        grad_initial.zero_() if grad_last is None else grad_initial.copy_(grad_last)
+    if not count or not channels:
+        return grad_x, grad_decay.zero_(), grad_gain.zero_(), grad_initial
+    with _guard(x):
+        constants = _constants(decay, gain)
+        packed, grad_packed = _pack(x, rows, reverse), _pack(grad, rows, reverse)
+        grad_rows = torch.empty_like(packed)
+        grad_toeplitz = torch.empty(channels, CHUNK, CHUNK, device=x.device)
+        states = {"INITIAL": initial is not None, "FINAL": grad_last is not None, **constants.dots(x.dtype)}
+        initial = None if initial is None else initial.contiguous()
+        grad_last = None if grad_last is None else grad_last.contiguous()
+        kernels.scan_input_grads[(channels,)](
+            grad_packed, grad_rows, rows, constants.log_decay, constants.full, constants.gain, constants.taps,
+            grad_last, grad_initial, count, channels, CENTRE=not reverse, num_warps=4, **states,
+        )  # fmt: skip
+        kernels.scan_parameter_grads[(channels,)](
+            packed, grad_packed, rows, constants.log_decay, constants.full, constants.gain, initial, carry, grad_last,
+            grad_decay, grad_gain, count, channels, num_warps=4, **states,
+        )  # fmt: skip
+        kernels.toeplitz_grads[(channels,)](
+            packed, grad_packed, grad_toeplitz, count, C=CHUNK, M=TILE, PREC=states["PREC"], num_warps=4, num_stages=2
+        )
+        kernels.add_tap_grads[(channels,)](
+            grad_toeplitz, constants.log_decay, constants.gain, grad_decay, grad_gain,
+            CENTRE=not reverse, **constants.rank, num_warps=4,
+        )  # fmt: skip
+        _unpack(grad_rows, grad_x, rows, reverse)
+    return grad_x, grad_decay, grad_gain, grad_initial
+
+
+@toeplitz_rows_backward.register_fake
+def _outputs_of_backward(
+    grad: Tensor,
+    grad_last: Tensor | None,
+    x: Tensor,
+    decay: Tensor,
+    gain: Tensor,
+    initial: Tensor | None,
+    rows: Tensor,
+    carry: Tensor,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _gradients(x, decay, initial)
+
+
+def _gradients(x: Tensor, decay: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    states = decay.new_empty(0 if initial is None else initial.shape)
+    return x.new_empty(x.shape), decay.new_empty(decay.shape), decay.new_empty(decay.shape), states
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, decay, gain, initial, rows, _, ctx.reverse, ctx.need_output, _ = inputs
+    ctx.save_for_backward(x, decay, gain, initial, rows, output[2])
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, decay, gain, initial, rows, carry = ctx.saved_tensors
+    grad, grad_last = grads[:2]
+    if grad is None or not ctx.need_output:
+        grad = torch.zeros_like(x)
+    grad_x, grad_decay, grad_gain, grad_initial = toeplitz_rows_backward(
+        grad, grad_last, x, decay, gain, initial, rows, carry, ctx.reverse
+    )
+    return grad_x, grad_decay, grad_gain, None if initial is None else grad_initial, *[None] * 5
+
+
+toeplitz_rows.register_autograd(_backward, setup_context=_setup)
