@@ -136,6 +136,46 @@ class LoggingConfig(Section):
     )
 
 
+class BadStepsConfig(Section):
+    """Updates that are skipped on all ranks alike; one whose loss or gradient norm is not finite always is."""
+
+    deviations: float = Field(
+        default=0.0,
+        ge=0,
+        description="Skip a step whose loss or log gradient norm lies this many robust deviations above the median of the "
+        "recent ones; 0 skips only what is not finite.",
+    )
+    window: int = Field(default=128, ge=8, description="Steps that count as recent; skipped ones are left out.")
+    after: int = Field(default=32, ge=4, description="Steps to have seen before deviations are judged.")
+    in_a_row: int = Field(default=5, ge=1, description="The run stops at this many skipped steps in a row.")
+
+    @model_validator(mode="after")
+    def _seen(self) -> "BadStepsConfig":
+        if self.after > self.window:
+            raise ValueError(f"after {self.after} is more than window {self.window}; no step would ever be judged")
+        return self
+
+
+class WatchdogConfig(Section):
+    """When a run that makes no progress is ended; what its ranks were doing is written to the run folder."""
+
+    step_seconds: float | None = Field(
+        default=None,
+        ge=0,
+        description="Longest time for one step; null: 45 s or five times the slowest of the last 50, whichever is "
+        "more; 0 turns the watchdog off.",
+    )
+    other_seconds: float = Field(
+        default=1800.0,
+        gt=0,
+        description="Longest time for a start, the first three steps of a start (which compile), a save, or one "
+        "micro-batch of a validation.",
+    )
+    silent_seconds: float = Field(
+        default=25.0, gt=0, description="A rank without a sign of life for so long, while others wait, counts as gone."
+    )
+
+
 class RunConfig(Section):
     """One run: one YAML file."""
 
@@ -148,6 +188,8 @@ class RunConfig(Section):
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    bad_steps: BadStepsConfig = Field(default_factory=BadStepsConfig)
+    watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     deepspeed: dict[str, Any] = Field(
         default_factory=dict, description="Passed through to DeepSpeed for what is not modelled here."

@@ -49,6 +49,12 @@ class Agreement:
         dist.all_reduce(value, group=self.group)
         return int(value)
 
+    def gather(self, value: T) -> list[T]:
+        """What every rank gave, in the order of ranks, on all of them."""
+        values: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def log(self, message: str) -> None:
         """A line on stderr, from rank 0 alone."""
         if self.rank == 0:

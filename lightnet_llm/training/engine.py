@@ -29,6 +29,7 @@ from ..parallel.layout import Groups
 from ..parallel.megatron import MegatronLayers
 from ..parallel.pipeline import Clock, PipelinedCausalLM, pad_segments
 from ..parallel.sequence import training_context
+from .bad_steps import Guard, Judge
 from .norms import group_norms
 from .optimizer import build_optimizer
 
@@ -72,6 +73,9 @@ class Engine:
         group_norms: what was measured last.
         last_batch: the micro-batch worked on last, for a report after running out of memory.
         batch_checksum: of the sample ids and tokens this rank read for the last step.
+        judge, guard: what decides that an update is skipped, and what it decided last.
+        samples_read: sample ids of the step's micro-batches, as read on this rank.
+        losses: their mean losses, where this rank computes them.
     """
 
     def __init__(self, config: RunConfig, groups: Groups, device: torch.device, weights: Path | None = None):
@@ -80,6 +84,8 @@ class Engine:
         self.group_norms: dict[str, dict[str, float]] | None = None
         self.last_batch: Batch | None = None
         self.batch_checksum = 0
+        self.samples_read: list[Tensor] = []
+        self.losses: list[Tensor] = []
         self.clock = Clock(config.train.seed, place=groups.sequence)
         self.layers = build_layers(groups)
         model = self._build_model()
@@ -100,6 +106,8 @@ class Engine:
             )
         if self.zero_stage == 0:
             self.engine.clip_fp32_gradients = self._clip_and_keep_norm
+        self.judge = Judge(config.bad_steps)
+        self.guard = Guard(self.engine, self.judge, self._loss_share)
         self._step_alone = self.engine._take_model_step
         self.engine._take_model_step = self._measure_then_step
         self.base_rates = [float(group["lr"]) for group in self.param_groups]
@@ -135,6 +143,11 @@ class Engine:
         """Runs where gradients are reduced and not yet used, in both engines."""
         self.group_norms = group_norms(self.module, self.groups) if self.measure_groups else None
         self._step_alone(*args, **kwargs)
+        self.guard.after_step()
+
+    def _loss_share(self) -> Tensor:
+        """This rank's part of the step's mean loss, see :class:`Guard`."""
+        return torch.stack(self.losses).mean() / dist.get_world_size()
 
     def set_rate(self, factor: float) -> float:
         """Set every group's learning rate to ``factor`` times its base; returns the rate of the first."""
@@ -146,6 +159,7 @@ class Engine:
         """The next micro-batch; what was read is summed up, so that two runs can be seen to read the same."""
         batch = next(batches)
         self.last_batch = batch
+        self.samples_read.append(batch["sample_ids"])
         place = torch.arange(1, batch["input_ids"].shape[1] + 1)
         rows = (batch["input_ids"] * place).sum(1) % 1_000_003
         self.batch_checksum += int((rows * (batch["sample_ids"] % 1_000_003 + 1)).sum())
@@ -178,6 +192,14 @@ class Engine:
         if self.engine.train_batch_size() != counted:
             self.engine.set_train_batch_size(counted)
 
+    def suspects(self) -> list[tuple[float, list[int]]]:
+        """Mean loss and sample ids of the last step's micro-batches, where this rank computed the loss."""
+        return [(float(loss), ids.tolist()) for loss, ids in zip(self.losses, self.samples_read, strict=False)]
+
+    def _begin(self, step: int) -> None:
+        self.clock.step, self.batch_checksum = step, 0
+        self.samples_read, self.losses = [], []
+
     def train_step(self, batches: Iterator[Batch], step: int, global_batch: int) -> Tensor:
         """One optimiser step.
 
@@ -190,17 +212,16 @@ class Engine:
             This rank's mean loss in nats over its micro-batches, a scalar on the device (see :meth:`reduce_mean`).
         """
         self.engine.train()
-        self.clock.step, self.batch_checksum = step, 0
+        self._begin(step)
         self._set_batch(global_batch)
         micro_batches = self.engine.gradient_accumulation_steps()
-        total = torch.zeros((), device=self.device)
         for index in range(micro_batches):
             loss = self._loss(self._to_device(self._read(batches)))
+            self.losses.append(loss.detach())
             self.engine.set_gradient_accumulation_boundary(index == micro_batches - 1)
             self.engine.backward(loss)
             self.engine.step()
-            total += loss.detach()
-        return total / micro_batches
+        return torch.stack(self.losses).sum() / micro_batches
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], micro_batches: int) -> Tensor:
@@ -218,8 +239,7 @@ class Engine:
 
     def gradient_norm(self) -> float:
         """Global gradient norm of the last step, before clipping."""
-        norm = self.engine.get_global_grad_norm()
-        return float(norm) if norm is not None else float("nan")
+        return self.guard.norm
 
     def save(self, folder: Path, client_state: dict[str, Any]) -> str | None:
         """DeepSpeed's native files under ``folder/engine``.
@@ -284,10 +304,18 @@ class PipelineEngine(Engine):
 
     def train_step(self, batches: Iterator[Batch], step: int, global_batch: int) -> Tensor:
         """One optimiser step through the pipeline; the loss is already averaged over all ranks."""
-        self.clock.step, self.batch_checksum = step, 0
+        self._begin(step)
         self.module.train()
         self._set_batch(global_batch)
-        return self.engine.train_batch(self._payloads(batches)).detach().float()
+        loss = self.engine.train_batch(self._payloads(batches)).detach().float()
+        self.losses = list(self.engine.fwd_outputs)  # empty but on the last stage
+        return loss
+
+    def _loss_share(self) -> Tensor:
+        if not self.engine.is_last_stage():
+            return torch.zeros((), device=self.device)
+        ranks = dist.get_world_size() // self.groups.layout.pipeline
+        return self.engine.total_loss / (self.engine.gradient_accumulation_steps() * ranks)
 
     def evaluate(self, batches: Iterator[Batch], micro_batches: int) -> Tensor:
         """As the plain engine's."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import signal
 import time
@@ -21,6 +20,7 @@ from ..models.parameters import spec_of
 from ..parallel.agreement import Agreement
 from ..parallel.layout import Groups, layout_for, prepare_backend
 from . import data, out_of_memory
+from .bad_steps import pick_suspects
 from .engine import Engine, build_engine
 from .metrics import MetricsWriter, flops_per_token, memory_bytes, peak_flops
 from .run_folder import RunFolder
@@ -53,6 +53,7 @@ class Trainer:
         if start.checkpoint is not None:
             self.engine.load(start.checkpoint)
             ranks.log(f"resumed {start.checkpoint} at step {self.state.step}")
+        self.engine.judge.restore(self.state.bad_steps)
 
     # One step --------------------------------------------------------------------------------------------------------
     def train(self) -> None:
@@ -64,7 +65,7 @@ class Trainer:
             if state.step:
                 self.metrics.event(state.step, "resumed")
         batches = data.training_batches(config, budget, self.data_rank, self.groups.layout.data, state.step)
-        parameters, saved = self._count(), state.step
+        parameters, saved, due = self._count(), state.step, False
         window_start, window_tokens = time.perf_counter(), 0
         while state.step < end:
             step, batch = state.step, budget.batch_at(state.step)
@@ -75,23 +76,29 @@ class Trainer:
             state.step, state.samples = step + 1, state.samples + batch
             state.tokens += batch * config.data.sequence_length
             window_tokens += batch * config.data.sequence_length
-            saves = self._due(state.step, config.checkpoint.interval) or state.step == end
+            state.bad_steps = self.engine.judge.as_dict()
+            due = due or self._due(state.step, config.checkpoint.interval)
+            # While steps are being skipped the weights are in doubt: they must not push older checkpoints out.
+            saves = (due and self.engine.guard.reason is None) or state.step == end
             stop = self.ranks.any(self.interrupted or (self.ranks.rank == 0 and self.folder.stop_requested))
             reports = self._due(state.step, config.logging.interval) or self.engine.group_norms is not None
             if reports or saves or stop:
-                mean = float(self.engine.reduce_mean(loss))
+                mean = (
+                    float(self.engine.reduce_mean(loss)) if self.engine.guard.reason is None else self.engine.guard.loss
+                )
                 seconds = time.perf_counter() - window_start
                 self._report(mean, rate, first, window_tokens, seconds, parameters)
                 window_start, window_tokens = time.perf_counter(), 0
-                self._refuse_if_broken(mean, first, saved)
             elif self.metrics is not None:
                 self.metrics.advance()
+            if self.engine.guard.reason is not None:
+                self._skipped(first, saved)
             pause = time.perf_counter()
             if self._due(state.step, config.validation.interval) or (config.validation.interval and state.step == end):
                 self.validate()
             if saves or stop:
                 self.save()
-                saved = state.step
+                saved, due = state.step, False
             window_start += time.perf_counter() - pause
             if stop:
                 self.ranks.log(f"stop requested: saved step {state.step}")
@@ -108,17 +115,23 @@ class Trainer:
             pass  # the error's traceback holds the failed activations: they are free only after this block
         raise UserError(out_of_memory.advice(self.engine, self.budget))
 
-    def _refuse_if_broken(self, loss: float, first: int, saved: int) -> None:
-        """No step whose loss or gradient norm is not finite may reach a checkpoint."""
-        norm = self.engine.gradient_norm()
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
-        raise UserError(
-            f"loss is {loss} and gradient norm {norm} at step {self.state.step} (samples {first} to "
-            f"{self.state.samples - 1}); nothing was saved since step {saved}: look at these samples, or start another run "
-            f"with train.init_from={self.folder.checkpoints} and a lower optimizer.learning_rate",
-            shared=True,
-        )
+    def _skipped(self, first: int, saved: int) -> None:
+        """Log a step that was skipped, and stop when there are too many in a row."""
+        guard, step, end = self.engine.guard, self.state.step, self.state.samples
+        suspects = self.ranks.gather(self.engine.suspects())
+        worst = pick_suspects([pair for part in suspects for pair in part])
+        self.ranks.log(f"skipped step {step}: {guard.reason} (loss {guard.loss:.4g}, gradient norm {guard.norm:.4g})")
+        if self.metrics is not None:
+            found = {"loss": guard.loss, "grad_norm": guard.norm}
+            self.metrics.event(step, "skipped", reason=guard.reason, found=found, samples=[first, end], suspects=worst)
+        if self.engine.judge.too_many:
+            raise UserError(
+                f"loss is {guard.loss} and gradient norm {guard.norm} at step {step} (samples {first} to {end - 1}): "
+                f"{guard.reason}, the {self.engine.judge.streak}th step in a row that is skipped (bad_steps.in_a_row); "
+                f"nothing was saved since step {saved}: look at these samples, or start another run with "
+                f"train.init_from={self.folder.checkpoints} and a lower optimizer.learning_rate",
+                shared=True,
+            )
 
     @staticmethod
     def _due(step: int, interval: int) -> bool:

@@ -40,6 +40,8 @@ RESUMABLE = (
     "checkpoint.",
     "logging.",
     "launch.",
+    "bad_steps.",
+    "watchdog.",
 )
 
 

@@ -58,3 +58,146 @@ def fail_save_on_rank_one() -> None:
         return original(self, state_dict, path)
 
     TorchCheckpointEngine.save = save  # type: ignore[method-assign]
+
+
+def _on(rank: int, step: int, act) -> None:  # type: ignore[no-untyped-def]
+    """Call ``act`` on one rank when it reads its first micro-batch of update number ``step``."""
+    import os
+
+    from lightnet_llm.training import engine
+
+    original = engine.Engine._read
+
+    def read(self, batches):  # type: ignore[no-untyped-def]
+        if int(os.environ["RANK"]) == rank and self.clock.step == step and not self.samples_read:
+            act()
+        return original(self, batches)
+
+    engine.Engine._read = read  # type: ignore[method-assign]
+
+
+def _scale_loss(factor: float, steps: tuple[int, ...], rank: int | None) -> None:
+    """Multiply the loss of some updates, of all ranks or of one."""
+    import os
+
+    from lightnet_llm.parallel import pipeline
+    from lightnet_llm.training import engine
+
+    for owner in (pipeline.PipelinedCausalLM, engine.Engine):
+        original = owner._loss
+
+        def loss(self, *batch, original=original):  # type: ignore[no-untyped-def]
+            value = original(self, *batch)
+            here = rank is None or int(os.environ["RANK"]) == rank
+            return value * factor if here and self.clock.step in steps else value
+
+        owner._loss = loss  # type: ignore[method-assign]
+
+
+def nan_on_rank_one() -> None:
+    """The batch of update 5 gives a loss that is no number, on rank 1 alone."""
+    _scale_loss(float("nan"), (5,), 1)
+
+
+def nan_everywhere() -> None:
+    """The same on all ranks."""
+    _scale_loss(float("nan"), (5,), None)
+
+
+def nan_at_first() -> None:
+    """The very first two updates are bad, on rank 1 alone."""
+    _scale_loss(float("nan"), (0, 1), 1)
+
+
+def nan_for_ever() -> None:
+    """From update 5 on, rank 1 has bad batches."""
+    _scale_loss(float("nan"), tuple(range(5, 100)), 1)
+
+
+def infinite_gradient_on_rank_one() -> None:
+    """The loss is finite, a gradient is not."""
+    import os
+
+    from lightnet_llm.training import engine
+
+    original = engine.Engine._loss
+
+    def loss(self, batch):  # type: ignore[no-untyped-def]
+        value = original(self, batch)
+        if os.environ["RANK"] == "1" and self.clock.step == 5:
+            value.register_hook(lambda gradient: gradient * float("inf"))
+        return value
+
+    engine.Engine._loss = loss  # type: ignore[method-assign]
+
+
+def spike() -> None:
+    """The loss of update 12 is three times what it should be."""
+    _scale_loss(3.0, (12,), None)
+
+
+def update_left_out() -> None:
+    """What skipping means: the batches of update 5 are read, and nothing else is done."""
+    import torch
+
+    from lightnet_llm.training import engine
+
+    original = engine.Engine.train_step
+
+    def train_step(self, batches, step, global_batch):  # type: ignore[no-untyped-def]
+        if step != 5:
+            return original(self, batches, step, global_batch)
+        self._begin(step)
+        for _ in range(self.engine.gradient_accumulation_steps()):
+            self._read(batches)
+        return torch.tensor(float("nan"))
+
+    engine.Engine.train_step = train_step  # type: ignore[method-assign]
+
+
+def kill_rank_one() -> None:
+    """Rank 1 is killed with -9 at update 7."""
+    import os
+    import signal
+
+    _on(1, 7, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def hang_rank_one() -> None:
+    """Rank 1 never comes back from reading its data at update 7."""
+    import time
+
+    _on(1, 7, lambda: time.sleep(1000))
+
+
+def freeze_rank_one() -> None:
+    """Rank 1 is stopped at update 7: no thread of it runs any more, and it takes no signal but SIGKILL."""
+    import os
+    import signal
+
+    _on(1, 7, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def freeze_rank_zero() -> None:
+    """The same on the rank that holds the store."""
+    import os
+    import signal
+
+    _on(0, 7, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def terminate_rank_one() -> None:
+    """A scheduler sends SIGTERM to one rank at update 7."""
+    import os
+    import signal
+
+    _on(1, 7, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def crash_rank_one() -> None:
+    """A bug raises on rank 1 at update 7."""
+
+    def act() -> None:
+        raise ValueError("a bug on one rank")
+
+    _on(1, 7, act)
