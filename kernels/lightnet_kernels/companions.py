@@ -1,0 +1,86 @@
+"""What the scan's companions share: which backend serves a call, and the guard around a launch.
+
+A companion is a function of ordinary tensors with a PyTorch form, its definition, and Triton kernels that read and write
+each tensor once. `backend="auto"` is Triton on a GPU that has it, PyTorch elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import check_backend
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@functools.cache
+def kernels(module: str) -> Any:
+    """A module of Triton kernels or None, imported on first use: Triton is not a core dependency."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        return importlib.import_module(f".{module}", __package__)
+    except (ImportError, AttributeError):  # a Triton that this code does not know
+        return None
+
+
+def choose_triton(name: str, backend: str, module: str, *tensors: Tensor | None, limit: str | None = None) -> bool:
+    """Whether Triton serves this call.
+
+    Args:
+        name: the public function, for messages.
+        backend: auto, torch or triton.
+        module: the module that holds the kernels.
+        tensors: the inputs.
+        limit: what of the arguments the kernels do not do, if anything.
+
+    Raises:
+        ValueError: unknown backend, or "triton" where it cannot serve.
+    """
+    check_backend(name, backend, ("auto", "torch", "triton"))
+    given = [x for x in tensors if x is not None]
+    if backend == "torch" or (backend == "auto" and given[0].device.type != "cuda"):
+        return False
+    reason = limit or _unsupported(given, module)
+    if reason and backend == "triton":
+        raise ValueError(
+            f"{name}: backend 'triton' does not take {reason}; use backend='auto', which falls back to 'torch' there"
+        )
+    return reason is None
+
+
+def _unsupported(tensors: list[Tensor], module: str) -> str | None:
+    device = tensors[0].device
+    for x in tensors:
+        if x.dtype not in DTYPES:
+            return f"dtype {x.dtype}"
+        if x.device != device:
+            return f"tensors on {device} and {x.device}"
+    return _unsupported_device(module, device.type, device.index)
+
+
+@torch.compiler.assume_constant_result
+def _unsupported_device(module: str, kind: str, index: int | None) -> str | None:
+    found = kernels(module)
+    if found is None:
+        return "machines without triton 3.6"
+    if kind == "cpu":
+        return None if found.triton.knobs.runtime.interpret else "tensors on a CPU (except under TRITON_INTERPRET=1)"
+    if kind != "cuda" or torch.version.hip is not None:
+        return f"tensors on {kind}"
+    if torch.cuda.get_device_capability(index)[0] < 8:
+        return f"the card {torch.cuda.get_device_name(index)}, older than sm_80"
+    return None
+
+
+def on_device(x: Tensor) -> AbstractContextManager[None]:
+    """Launches go to the device of `x`, whatever the current one is."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,91 @@
+"""SwiGLU, the activation of the gated linear unit (model-spec 4): silu(gate) * up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .companions import choose_triton, kernels, on_device
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """silu(gate) * up.
+
+    With Triton each tensor is read and written once, and sigmoid is computed again in the backward pass.
+
+    Args:
+        gate: [.., W], any strides; without ``up`` [.., 2 W], gate and up side by side, whose gradient is one tensor too.
+        up: shape of ``gate``; the dtype may differ.
+        backend: auto, torch or triton.
+
+    Returns:
+        [.., W], contiguous, in PyTorch's promotion of both dtypes.
+
+    Raises:
+        ValueError: on shapes, or a backend that cannot serve.
+    """
+    if up is not None and up.shape != gate.shape:
+        raise ValueError(f"swiglu: up has shape {tuple(up.shape)}; expected gate's {tuple(gate.shape)}")
+    if up is None and gate.shape[-1] % 2:
+        raise ValueError(f"swiglu: {gate.shape[-1]} features do not split into gate and up; pass an even number, or up")
+    if not choose_triton("swiglu", backend, "triton_swiglu", gate, up):
+        one, two = gate.chunk(2, -1) if up is None else (gate, up)
+        return F.silu(one) * two
+    rows = gate.shape[:-1].numel()
+    flat = gate.reshape(rows, gate.shape[-1])
+    y = _swiglu(flat, None if up is None else up.reshape(rows, gate.shape[-1]))
+    return y.view(*gate.shape[:-1], y.shape[-1])
+
+
+@torch.library.custom_op("lightnet::swiglu", mutates_args=(), schema="(Tensor gate, Tensor? up) -> Tensor")
+def _swiglu(gate, up):
+    """[T, W] and [T, W], or [T, 2 W] alone, to [T, W]."""
+    with on_device(gate):
+        return kernels("triton_swiglu").forward(gate, up, _output(gate, up))
+
+
+@torch.library.custom_op(
+    "lightnet::swiglu_backward",
+    mutates_args=(),
+    schema="(Tensor gate, Tensor? up, Tensor grad) -> (Tensor, Tensor)",
+)
+def _swiglu_backward(gate, up, grad):
+    """Gradients of gate and up; with both in one tensor, of that, and nothing."""
+    with on_device(gate):
+        return kernels("triton_swiglu").backward(gate, up, grad, *_gradients(gate, up))
+
+
+def _output(gate: Tensor, up: Tensor | None) -> Tensor:
+    if up is None:
+        return gate.new_empty(gate.shape[0], gate.shape[1] // 2)
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+
+
+def _gradients(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), gate.new_empty(0) if up is None else up.new_empty(up.shape)
+
+
+@_swiglu.register_fake
+def _(gate, up):
+    return _output(gate, up)
+
+
+@_swiglu_backward.register_fake
+def _(gate, up, grad):
+    return _gradients(gate, up)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    gate, up = ctx.saved_tensors
+    grad_gate, grad_up = _swiglu_backward(gate, up, grad)
+    return grad_gate, None if up is None else grad_up
+
+
+_swiglu.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,80 @@
+"""Triton kernels of SwiGLU: elementwise, on tiles of TILE elements."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import triton_parts  # noqa: F401  (mends Triton's interpreter)
+
+TILE = 4096
+
+
+@triton.jit
+def tile_of(rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    return row[:, None], col[None, :], (row < rows)[:, None] & (col < width)[None, :]
+
+
+@triton.jit
+def swiglu_forward(
+    gate_ptr, up_ptr, y_ptr, rows, width, gate_t, gate_w, up_t, up_w, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row, col, present = tile_of(rows, width, ROWS, BLOCK)
+    gate = tl.load(gate_ptr + row * gate_t + col * gate_w, mask=present, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_t + col * up_w, mask=present, other=0.0).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(y_ptr + row * width + col, y.to(y_ptr.dtype.element_ty), mask=present)
+
+
+@triton.jit
+def swiglu_backward(
+    gate_ptr, up_ptr, grad_ptr, grad_gate_ptr, grad_up_ptr, rows, width, gate_t, gate_w, up_t, up_w, grad_t, grad_w,
+    grad_gate_t, grad_up_t, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, col, present = tile_of(rows, width, ROWS, BLOCK)
+    gate = tl.load(gate_ptr + row * gate_t + col * gate_w, mask=present, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_t + col * up_w, mask=present, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + row * grad_t + col * grad_w, mask=present, other=0.0).to(tl.float32)
+    open_ = tl.sigmoid(gate)
+    grad_gate = grad * up * open_ * (1.0 + gate * (1.0 - open_))
+    grad_up = grad * gate * open_
+    tl.store(grad_gate_ptr + row * grad_gate_t + col, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=present)
+    tl.store(grad_up_ptr + row * grad_up_t + col, grad_up.to(grad_up_ptr.dtype.element_ty), mask=present)
+
+
+def _launch(rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
+    block = min(1024, max(16, triton.next_power_of_2(width)))
+    size = TILE // block
+    return (triton.cdiv(rows, size), triton.cdiv(width, block)), {"ROWS": size, "BLOCK": block, "num_warps": 4}
+
+
+def _halves(joined: Tensor) -> tuple[Tensor, Tensor]:
+    half = joined.shape[1] // 2
+    return joined[:, :half], joined[:, half:]
+
+
+def forward(gate: Tensor, up: Tensor | None, y: Tensor) -> Tensor:
+    """Fill and return y; shapes as in `swiglu._swiglu`."""
+    one, two = _halves(gate) if up is None else (gate, up)
+    if y.numel():
+        grid, tile = _launch(*y.shape)
+        swiglu_forward[grid](one, two, y, *y.shape, *one.stride(), *two.stride(), **tile)
+    return y
+
+
+def backward(
+    gate: Tensor, up: Tensor | None, grad: Tensor, grad_gate: Tensor, grad_up: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Fill and return the two gradients."""
+    one, two = _halves(gate) if up is None else (gate, up)
+    grad_one, grad_two = _halves(grad_gate) if up is None else (grad_gate, grad_up)
+    if grad.numel():
+        grid, tile = _launch(*grad.shape)
+        swiglu_backward[grid](
+            one, two, grad, grad_one, grad_two, *grad.shape, *one.stride(), *two.stride(), *grad.stride(),
+            grad_one.stride(0), grad_two.stride(0), **tile,
+        )  # fmt: skip
+    return grad_gate, grad_up
