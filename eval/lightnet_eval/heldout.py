@@ -17,8 +17,6 @@ from lightnet_llm.models import CausalLM, ForwardContext
 
 from .documents import HeldOutDocument
 
-LOGIT_TOKENS = 1024  # tokens whose logits are held at once: [1024, vocabulary] in fp32
-
 
 def default_batch_tokens(device: torch.device) -> int:
     """Tokens of a forward pass that use a device well."""
@@ -200,10 +198,5 @@ def _carried(model: CausalLM, tokens: NDArray[np.int64], eod_id: int, limit: int
 def _losses(model: CausalLM, hidden: Tensor, labels: NDArray[np.int64]) -> NDArray[np.float64]:
     """Nats of labels [N] after activations [1, N, width]."""
     wanted = torch.from_numpy(np.ascontiguousarray(labels)).to(hidden.device)[None]
-    parts = []
-    for start in range(0, len(labels), LOGIT_TOKENS):
-        end = start + LOGIT_TOKENS
-        logits = model.logits(hidden[:, start:end])
-        parts.append(model.layers_set.cross_entropy(logits, wanted[:, start:end], model.config.vocab_size)[0])
-    nats: NDArray[np.float64] = torch.cat(parts).double().cpu().numpy()
+    nats: NDArray[np.float64] = model.nll(hidden, wanted)[0].double().cpu().numpy()
     return nats

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightnet_kernels import additive_scan
+from lightnet_kernels.decode import decode_step
 from torch import Tensor, nn
 
 from ..config.model import ModelConfig
 from .context import ForwardContext
 from .layers import PlainLayers
 from .lrpe import LRPE
-from .norms import Norm
+from .norms import GatedNorm
 
 
 class LightNetAttention(nn.Module):
@@ -34,7 +34,7 @@ class LightNetAttention(nn.Module):
             self.decay_down = layers.linear(width, config.decay_rank, std)
             self.decay_up = layers.column(config.decay_rank, width, std)
         self.lrpe = LRPE(config, layers) if config.lrpe else None
-        self.norm = Norm(config.norm, width, config.norm_eps, local_width=self.heads * self.head_width)
+        self.norm = GatedNorm(config.norm, width, config.norm_eps, local_width=self.heads * self.head_width)
         self.output = layers.row(width, width, std / (2 * config.layers) ** 0.5)
 
     def forward(
@@ -45,7 +45,10 @@ class LightNetAttention(nn.Module):
         shape = (*x.shape[:2], self.heads, -1)
         inside = enter(x)
         query, key, value = self.qkv(inside).view(*x.shape[:2], self.heads, 3, self.head_width).unbind(-2)
-        gate = self.gate_up(enter(self.gate_down(x)))
+        gate = self.gate_up(enter(self.gate_down(x))).view(shape)
+        if context.decode:
+            out = decode_step(state, query[:, 0], key[:, 0], value[:, 0])[:, None]
+            return self.output(self.norm(out, gate).flatten(-2)), None
         decay = None
         if self.config.decay == "independent":
             decay = self.decay_up(enter(self.decay_down(x))).view(shape)
@@ -65,5 +68,4 @@ class LightNetAttention(nn.Module):
             exchange=context.exchange and context.exchange.scan(theta),
         )
         out, after = result if return_state else (result, None)
-        out = self.norm(out).flatten(-2) * torch.sigmoid(gate)  # the scan's output may have any strides
-        return self.output(out), after
+        return self.output(self.norm(out, gate).flatten(-2)), after

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
+from lightnet_kernels import swiglu
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,7 +13,7 @@ from .attention import LightNetAttention
 from .context import ForwardContext
 from .dropout import dropout
 from .layers import PlainLayers
-from .norms import Norm
+from .norms import Norm, ResidualNorm
 
 
 class GatedLinearUnit(nn.Module):
@@ -30,7 +30,7 @@ class GatedLinearUnit(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, width] to the same."""
         inside = self.layers_set.enter(x)
-        return self.down(F.silu(self.gate(inside)) * self.up(inside))
+        return self.down(swiglu(self.gate(inside), self.up(inside)))
 
 
 class Block(nn.Module):
@@ -42,7 +42,7 @@ class Block(nn.Module):
         self.recompute = False  # whether training computes activations again in the backward pass, to save memory
         self.attention_norm = Norm(config.norm, config.width, config.norm_eps)
         self.attention = LightNetAttention(config, layers)
-        self.glu_norm = Norm(config.norm, config.width, config.norm_eps)
+        self.glu_norm = ResidualNorm(config.norm, config.width, config.norm_eps)
         self.glu = GatedLinearUnit(config, layers)
 
     def forward(
@@ -56,6 +56,5 @@ class Block(nn.Module):
     def _run(self, x: Tensor, context: ForwardContext, state: Any, return_state: bool) -> tuple[Tensor, Any]:
         place = 2 * self.index + 1  # place 0 is the embedding
         y, after = self.attention(self.attention_norm(x), context, state, return_state)
-        x = x + dropout(y, self.dropout, context.dropout, place)
-        x = x + dropout(self.glu(self.glu_norm(x)), self.dropout, context.dropout, place + 1)
-        return x, after
+        x, inside = self.glu_norm(x, dropout(y, self.dropout, context.dropout, place))
+        return x + dropout(self.glu(inside), self.dropout, context.dropout, place + 1), after

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ..config.model import ModelConfig
@@ -17,10 +16,11 @@ from .tpe import ToeplitzEncoding
 
 
 class CausalLMOutput(NamedTuple):
-    """logits [B, N, vocabulary slice of this rank]; state when asked for."""
+    """logits [B, N, vocabulary slice of this rank], or with labels the mean loss; state when asked for."""
 
-    logits: Tensor
+    logits: Tensor | None
     state: ModelState | None
+    loss: Tensor | None = None
 
 
 class CausalLM(nn.Module):
@@ -50,27 +50,41 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Activations to this rank's slice of the logits over the padded vocabulary."""
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        return project(hidden, weight, self.norm, self.layers_set)
+        return project(hidden, self._head_weight(), self.norm, self.layers_set)
+
+    def nll(self, hidden: Tensor, labels: Tensor, reduction: str = "none") -> Tensor:
+        """Activations [.., width] to the negative log likelihood in nats, fp32, of labels [..]; see :func:`head_loss`."""
+        return head_loss(
+            hidden, self._head_weight(), self.norm, self.layers_set, labels, self.config.vocab_size, reduction
+        )
+
+    def _head_weight(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
 
     def forward(
         self,
         input_ids: Tensor,
         context: ForwardContext | None = None,
+        labels: Tensor | None = None,
         state: ModelState | None = None,
         return_state: bool = False,
     ) -> CausalLMOutput:
-        """Next-token logits.
+        """Next-token logits, or with labels their mean loss, for which all logits are never held.
 
         Args:
             input_ids: integer [B, N].
             context: segments, padding, dropout; None for B independent full rows.
+            labels: integer [B, N]; those below 0 do not count.
             state: what the model has read before these tokens.
 
         Returns:
-            logits [B, N, V / TP], activations' dtype, and the state after the last token when asked for.
+            logits [B, N, V / TP], activations' dtype, and the state after the last token when asked for. With labels,
+            in place of logits, the sum of their losses in nats divided by B * N, so that means of equal batches add up.
         """
         hidden, after = self.hidden(input_ids, context, state, return_state)
+        if labels is not None:
+            total = self.nll(hidden, labels.reshape(hidden.shape[:-1]), "sum")
+            return CausalLMOutput(None, after, total / labels.numel())
         return CausalLMOutput(self.logits(hidden).view(*input_ids.shape, -1), after)
 
     def hidden(
@@ -94,7 +108,8 @@ class CausalLM(nn.Module):
 
     def loss(self, input_ids: Tensor, labels: Tensor, context: ForwardContext | None = None) -> Tensor:
         """Negative log likelihood in nats of every label, fp32 [B, N]."""
-        return self.layers_set.cross_entropy(self(input_ids, context).logits, labels, self.config.vocab_size)
+        hidden, _ = self.hidden(input_ids, context)
+        return self.nll(hidden, labels.reshape(hidden.shape[:-1])).view(labels.shape)
 
 
 def embed(
@@ -119,11 +134,19 @@ def project(hidden: Tensor, weight: Tensor, norm: nn.Module, layers: PlainLayers
     return nn.functional.linear(layers.enter(norm(hidden)), weight)
 
 
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    norm: nn.Module,
+    layers: PlainLayers,
+    labels: Tensor,
+    vocab_size: int,
+    reduction: str,
+) -> Tensor:
+    """Final norm, head and loss, fp32 nats of labels ("none") or their sum; shared by the plain and the pipelined model."""
+    return layers.cross_entropy(layers.enter(norm(hidden)), weight, labels, vocab_size, reduction)
+
+
 def build_head(config: ModelConfig, layers: PlainLayers) -> nn.Module:
     """An untied head: the same vocabulary-split weight as an embedding."""
     return layers.embedding(config.vocab_size, config.width, config.initializer_std)
-
-
-def masked_mean(nll: Tensor, labels: Tensor) -> Tensor:
-    """Sum of ``nll`` where a label counts (>= 0), divided by all positions, so that means of equal batches add up."""
-    return torch.where(labels >= 0, nll, nll.new_zeros(())).sum() / labels.numel()

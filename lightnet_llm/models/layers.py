@@ -7,8 +7,9 @@ to column layers; with one rank all of these are ordinary.
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from typing import Any
+
+from lightnet_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
 from .parameters import ParameterSpec, declare, normal
@@ -25,11 +26,13 @@ class PlainLayers:
     Attributes:
         tensor_parallel: ranks that share each layer.
         tensor_rank: this process among them.
+        group: their process group, None for one.
         vocab_multiple: the vocabulary is padded to a multiple of this.
     """
 
     tensor_parallel = 1
     tensor_rank = 0
+    group: Any = None
 
     def __init__(self, vocab_multiple: int = 128):
         self.vocab_multiple = vocab_multiple
@@ -66,27 +69,24 @@ class PlainLayers:
         declare(layer.weight, ParameterSpec((vocab_size, width), normal(std), partition_dim=0))
         return layer
 
-    def cross_entropy(self, logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
-        """Negative log likelihood in nats, fp32, of the shape of ``labels``.
+    def cross_entropy(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, reduction: str = "none"
+    ) -> Tensor:
+        """Negative log likelihood in nats under the head's product, fp32; all logits are never held.
 
         Args:
-            logits: [.., V] this rank's slice of the padded vocabulary; padded entries do not count.
-            labels: integer token ids, global.
+            hidden: [.., width], as column layers take it (see ``enter``).
+            weight: [V, width] this rank's rows of the padded vocabulary; padded entries do not count.
+            labels: [..] integer token ids, global; those below 0 do not count.
+            reduction: "none", of the shape of ``labels``, or "sum", a scalar.
         """
-        logits = self._mask_padding(logits.float(), vocab_size)
-        return self._cross_entropy(logits, labels)
+        return linear_cross_entropy(
+            hidden, weight, labels, vocab_size=vocab_size, group=self.group, reduction=reduction
+        )
 
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
         """[.., vocab_size] logits of the whole vocabulary without padding, on every rank."""
         return logits[..., :vocab_size]
-
-    def _mask_padding(self, logits: Tensor, vocab_size: int) -> Tensor:
-        start = self.tensor_rank * logits.shape[-1]
-        valid = max(0, min(logits.shape[-1], vocab_size - start))
-        if valid == logits.shape[-1]:
-            return logits
-        padding = torch.arange(logits.shape[-1], device=logits.device) >= valid
-        return logits.masked_fill(padding, torch.finfo(logits.dtype).min)
 
     def _column(self, in_features: int, out_features: int) -> nn.Module:
         return nn.Linear(in_features, out_features, bias=False)
@@ -96,6 +96,3 @@ class PlainLayers:
 
     def _embedding(self, rows: int, width: int) -> nn.Module:
         return nn.Embedding(rows, width)
-
-    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)

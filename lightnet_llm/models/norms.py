@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import torch
+from lightnet_kernels import add_norm, gated_norm, norm
 from torch import Tensor, nn
 
 from .parameters import ParameterSpec, constant, declare
 
 
-class Norm(nn.Module):
-    """Normalise the last dimension: ``srms`` (RMS, no weight), ``rms`` (RMS with weight) or ``layer`` (LayerNorm).
-
-    Statistics are fp32. With ``groups`` > 1 the input is [.., groups, width / groups] and statistics are per group:
-    that is the norm after the scan, per head, so tensor parallelism needs no reduction.
+class NormWeights(nn.Module):
+    """What the norms share: ``srms`` (RMS, no weight), ``rms`` (RMS with weight) or ``layer`` (LayerNorm).
 
     Args:
         kind: srms, rms or layer.
@@ -35,14 +33,26 @@ class Norm(nn.Module):
             spec = ParameterSpec((width,), constant(0.0), partition, decay=False)
             self.bias = declare(nn.Parameter(torch.zeros(size)), spec)
 
+
+class Norm(NormWeights):
+    """Normalises the last dimension; statistics are fp32."""
+
     def forward(self, x: Tensor) -> Tensor:
-        """[.., features] or [.., heads, head width] to the same shape and dtype."""
-        y = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        if self.kind == "layer":
-            y = y - y.mean(-1, keepdim=True)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        if self.weight is not None:
-            y = y * self.weight.view(x.shape[-2:] if self.weight.numel() != x.shape[-1] else (-1,))
-        if self.bias is not None:
-            y = y + self.bias.view(x.shape[-2:] if self.bias.numel() != x.shape[-1] else (-1,))
-        return y.to(x.dtype)
+        """[.., width] to the same shape and dtype."""
+        return norm(x, self.weight, self.bias, kind=self.kind, eps=self.eps)
+
+
+class ResidualNorm(NormWeights):
+    """Adds to the residual stream and normalises the sum."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """x, residual [.., width] to (x + residual, its norm)."""
+        return add_norm(x, residual, self.weight, self.bias, kind=self.kind, eps=self.eps)
+
+
+class GatedNorm(NormWeights):
+    """The norm after the scan, statistics per head (so tensor parallelism needs no reduction), and its gate."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate [.., heads, head width] to norm(x) * sigmoid(gate)."""
+        return gated_norm(x, gate, self.weight, self.bias, kind=self.kind, eps=self.eps)

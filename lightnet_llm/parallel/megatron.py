@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
-    vocab_parallel_cross_entropy,
 )
 from torch import Tensor, nn
 
@@ -87,7 +86,3 @@ class MegatronLayers(PlainLayers):
         return VocabParallelEmbedding(
             rows, width, init_method=lambda weight: weight, config=self.megatron, tp_group=self.group
         )
-
-    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        # megatron-core overwrites its fp32 input; the logits are not used after the loss.
-        return vocab_parallel_cross_entropy(logits.contiguous(), labels)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..config.model import ModelConfig
 from ..models.block import Block
-from ..models.causal_lm import build_head, embed, masked_mean, project
+from ..models.causal_lm import build_head, embed, head_loss
 from ..models.context import ForwardContext
 from ..models.layers import PlainLayers
 from ..models.norms import Norm
@@ -98,7 +98,7 @@ class BlockStage(_Stage):
 
 
 class NormStage(_Stage):
-    """Final norm; the head's product follows in the tied stage, which applies no norm of its own."""
+    """Final norm; the head's product follows in the loss, which applies no norm of its own."""
 
     def __init__(self, config: ModelConfig, layers: PlainLayers, clock: Clock):
         super().__init__(config, layers, clock)
@@ -109,18 +109,18 @@ class NormStage(_Stage):
 
 
 class HeadStage(_Stage):
-    """Untied head."""
+    """Holder of the untied head's weight, which the loss uses: product and loss are one operation."""
 
     def __init__(self, config: ModelConfig, layers: PlainLayers, clock: Clock):
         super().__init__(config, layers, clock)
         self.head = build_head(config, layers)
 
     def forward(self, payload: Payload) -> Tensor:
-        return project(payload[0], self.head.weight, nn.Identity(), self.layers_set)
+        return payload[0]
 
 
 def _tied_head(stage: EmbeddingStage, payload: Payload) -> Tensor:
-    return project(payload[0], stage.embedding.weight, nn.Identity(), stage.layers_set)
+    return payload[0]
 
 
 class PipelinedCausalLM(PipelineModule):
@@ -174,7 +174,10 @@ class PipelinedCausalLM(PipelineModule):
             stage.train(mode)
         return self
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        flat = labels.reshape(1, -1)
-        nll = self.layers_set.cross_entropy(logits, flat.clamp(min=0), self.config.vocab_size)
-        return masked_mean(nll, flat)
+    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Normed activations of the last stage to the mean loss, as of ``CausalLM.forward`` with labels."""
+        head = self.embedding if self.config.tie_embeddings else self.head
+        flat = labels.reshape(hidden.shape[:-1])
+        vocab_size = self.config.vocab_size
+        total = head_loss(hidden, head.weight, nn.Identity(), self.layers_set, flat, vocab_size, "sum")
+        return total / labels.numel()

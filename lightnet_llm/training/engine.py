@@ -22,7 +22,7 @@ from ..checkpoint.weights import load_into, load_weights
 from ..config.deepspeed import NO_CLIP, deepspeed_config, effective_zero_stage
 from ..config.run import RunConfig
 from ..models.block import Block
-from ..models.causal_lm import CausalLM, masked_mean
+from ..models.causal_lm import CausalLM
 from ..models.layers import PlainLayers
 from ..models.parameters import initialize, spec_of
 from ..parallel.layout import Groups
@@ -182,9 +182,8 @@ class Engine:
         )
         if place is not None:
             input_ids, labels = place.part(input_ids), place.part(labels)
-        logits = self.engine(input_ids, context).logits
-        nll = self.layers.cross_entropy(logits, labels.clamp(min=0), self.config.model.vocab_size)
-        return masked_mean(nll, labels)
+        loss: Tensor = self.engine(input_ids, context, labels).loss
+        return loss
 
     def _set_batch(self, samples: int) -> None:
         """DeepSpeed counts sequence-parallel ranks as data-parallel ones, and so each sample once a rank."""
@@ -225,7 +224,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], micro_batches: int) -> Tensor:
-        """Mean over ``micro_batches`` of :func:`masked_mean`, averaged over data-parallel ranks, on every rank."""
+        """Mean over ``micro_batches`` of the loss, averaged over data-parallel ranks, on every rank."""
         self.engine.eval()
         total = torch.zeros((), device=self.device)
         for _ in range(micro_batches):

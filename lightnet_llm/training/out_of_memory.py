@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.causal_lm import CausalLM, masked_mean
+from ..models.causal_lm import CausalLM
 from ..models.context import ForwardContext
 from .schedule import Budget
 
@@ -21,7 +21,7 @@ def _attempt(model: CausalLM, batch: dict[str, Tensor], rows: int) -> None:
     input_ids, labels = batch["input_ids"][:rows], batch["labels"][:rows]
     bounds = batch["cu_seqlens"]
     context = ForwardContext(cu_seqlens=bounds[bounds <= input_ids.numel()])
-    loss = masked_mean(model.loss(input_ids, labels.clamp(min=0), context), labels)
+    loss = model(input_ids, context, labels).loss
     torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
 
 
