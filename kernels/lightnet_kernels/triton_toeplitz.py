@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,10 @@ def row_table(batch: int, tokens: int, bounds: tuple[int, ...] | None, reverse: 
     return RowTable(rows.to(device), lengths.to(device), last.to(device), tail.to(device))
 
 
+def _table(x: Tensor, bounds: list[int] | None, reverse: bool) -> RowTable:
+    return row_table(x.shape[0], x.shape[1], None if bounds is None else tuple(bounds), reverse, x.device)
+
+
 def unsupported(x: Tensor, decay: Tensor, key_mask: Tensor | None) -> str | None:
     """What of these arguments the kernels do not do, or None."""
     if x.dtype not in DTYPES:
@@ -88,14 +93,12 @@ def forward_scan(
     need_state: bool,
 ) -> tuple[Tensor, ToeplitzState | None]:
     """See `toeplitz_torch.forward_scan`; x keeps its dtype, and so does y. No `initial` is one of zeros."""
-    bounds = None if cu_seqlens is None else tuple(cu_seqlens)
-    table = row_table(x.shape[0], x.shape[1], bounds, reverse, x.device)
-    sequences = table.lengths.shape[0]
     y, held, _ = toeplitz_rows(
-        x, decay, gain, None if initial is None else initial.hidden, table.rows, sequences, reverse, need_output,
-        need_state,
-    )  # fmt: skip
-    state = _final_state(x, decay, held, table, initial) if need_state else initial
+        x, decay, gain, None if initial is None else initial.hidden, cu_seqlens, reverse, need_output, need_state
+    )
+    state = initial
+    if need_state:
+        state = _final_state(x, decay, held, _table(x, cu_seqlens, reverse), initial)
     return (y if need_output else x), state
 
 
@@ -175,19 +178,19 @@ def toeplitz_rows(
     decay: Tensor,
     gain: Tensor,
     initial: Tensor | None,
-    rows: Tensor,
-    sequences: int,
+    bounds: list[int] | None,
     reverse: bool,
     need_output: bool,
     need_last: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One direction over the rows of a `RowTable`: x [B, N, d], decay and gain [d, e], initial [sequences, d, e].
+    """One direction: x [B, N, d], decay and gain [d, e], initial [sequences, d, e], bounds as in `forward_scan`.
 
     Returns y like x; the state that the last row of each sequence receives [sequences, d, e] (the initial one where it
     has no row); and what the backward pass needs [d, tiles, e]. The first two are empty where not needed.
     """
+    rows = _table(x, bounds, reverse).rows
     channels, count = x.shape[2], rows.shape[0]
-    y, last, carry = _outputs(x, decay, rows, sequences, need_output, need_last)
+    y, last, carry = _outputs(x, decay, bounds, need_output, need_last)
     if need_last:
         last.zero_() if initial is None else last.copy_(initial)
     if not count or not channels:
@@ -213,19 +216,24 @@ def _outputs_of_toeplitz_rows(
     decay: Tensor,
     gain: Tensor,
     initial: Tensor | None,
-    rows: Tensor,
-    sequences: int,
+    bounds: list[int] | None,
     reverse: bool,
     need_output: bool,
     need_last: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(x, decay, rows, sequences, need_output, need_last)
+    return _outputs(x, decay, bounds, need_output, need_last)
 
 
 def _outputs(
-    x: Tensor, decay: Tensor, rows: Tensor, sequences: int, need_output: bool, need_last: bool
+    x: Tensor, decay: Tensor, bounds: list[int] | None, need_output: bool, need_last: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tiles = (rows.shape[0] + TILE - 1) // TILE
+    if bounds is None:
+        sequences = x.shape[0]
+        rows = sequences * ((x.shape[1] + CHUNK - 1) // CHUNK)
+    else:
+        sequences = len(bounds) - 1
+        rows = sum((end - begin + CHUNK - 1) // CHUNK for begin, end in pairwise(bounds))
+    tiles = (rows + TILE - 1) // TILE
     return (
         x.new_empty(x.shape if need_output else (0,)),
         decay.new_empty((sequences, *decay.shape) if need_last else (0,)),
@@ -241,12 +249,13 @@ def toeplitz_rows_backward(
     decay: Tensor,
     gain: Tensor,
     initial: Tensor | None,
-    rows: Tensor,
+    bounds: list[int] | None,
     carry: Tensor,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients to x, decay, gain and initial (empty without one), from those to y [B, N, d] and to the last rows'
     states."""
+    rows = _table(x, bounds, reverse).rows
     channels, count = x.shape[2], rows.shape[0]
     grad_x, grad_decay, grad_gain, grad_initial = _gradients(x, decay, initial)
     if initial is not None:
@@ -288,7 +297,7 @@ def _outputs_of_backward(
     decay: Tensor,
     gain: Tensor,
     initial: Tensor | None,
-    rows: Tensor,
+    bounds: list[int] | None,
     carry: Tensor,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -301,21 +310,21 @@ def _gradients(x: Tensor, decay: Tensor, initial: Tensor | None) -> tuple[Tensor
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, decay, gain, initial, rows, _, ctx.reverse, ctx.need_output, _ = inputs
-    ctx.save_for_backward(x, decay, gain, initial, rows, output[2])
+    x, decay, gain, initial, ctx.bounds, ctx.reverse, ctx.need_output, _ = inputs
+    ctx.save_for_backward(x, decay, gain, initial, output[2])
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, decay, gain, initial, rows, carry = ctx.saved_tensors
+    x, decay, gain, initial, carry = ctx.saved_tensors
     grad, grad_last = grads[:2]
     if grad is None or not ctx.need_output:
         grad = torch.zeros_like(x)
     grad_x, grad_decay, grad_gain, grad_initial = toeplitz_rows_backward(
-        grad, grad_last, x, decay, gain, initial, rows, carry, ctx.reverse
+        grad, grad_last, x, decay, gain, initial, ctx.bounds, carry, ctx.reverse
     )
-    return grad_x, grad_decay, grad_gain, None if initial is None else grad_initial, *[None] * 5
+    return grad_x, grad_decay, grad_gain, None if initial is None else grad_initial, *[None] * 4
 
 
 toeplitz_rows.register_autograd(_backward, setup_context=_setup)

@@ -27,10 +27,11 @@ def _interpreter_shim() -> None:
     def generic_scan(self, operands):
         done = [np.moveaxis(x.handle.data, self.axis, 0).copy() for x in operands]
         for i in range(1, len(done[0])):
-            before, here = ([self.to_tensor(x[j], o.dtype) for x, o in zip(done, operands)] for j in (i - 1, i))
-            for x, new in zip(done, self.combine_fn.fn(*before, *here)):
+            pairs = list(zip(done, operands, strict=True))
+            before, here = ([self.to_tensor(x[j], o.dtype) for x, o in pairs] for j in (i - 1, i))
+            for x, new in zip(done, self.combine_fn.fn(*before, *here), strict=True):
                 x[i] = new.handle.data
-        return [self.to_tensor(np.moveaxis(x, 0, self.axis), o.dtype) for x, o in zip(done, operands)]
+        return [self.to_tensor(np.moveaxis(x, 0, self.axis), o.dtype) for x, o in zip(done, operands, strict=True)]
 
     interpreter.ScanOps.generic_scan = generic_scan
 

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from lightnet_data.tokenizer import Tokenizer
+from lightnet_kernels import ToeplitzState
+from lightnet_kernels.decode import decode_state
 from torch import Tensor
 
 from ..errors import UserError
-from ..models import CausalLM, ModelState
+from ..models import CausalLM, ForwardContext, ModelState
 from .sampling import Sampling, choose
 
 PIECE = 2048  # tokens of a prompt read at once: memory stays constant for prompts of any length
@@ -47,6 +49,40 @@ def read(model: CausalLM, ids: Tensor, state: ModelState | None = None) -> Readi
     assert state is not None
     logits = model.layers_set.gather_logits(model.logits(hidden[:, -1:]), model.config.vocab_size)
     return Reading(logits[:, 0], state)
+
+
+class Decoder:
+    """Reads one token a row at a time, on a state of its own that it changes in place.
+
+    Args:
+        state: what the model has read before, as a ``Reading`` gave it; it is copied.
+    """
+
+    def __init__(self, model: CausalLM, state: ModelState):
+        self.model, self.state = model, state
+        # The step knows no separate log mass ("no share"): that ablation reads token by token with the scan.
+        self.in_place = model.config.decay != "independent"
+        if not self.in_place:
+            return
+        layers = []
+        for block, layer in zip(model.layers, state.layers, strict=True):
+            attention: Any = block.attention
+            theta = None if attention.lrpe is None else attention.lrpe()
+            layers.append(decode_state(layer, theta, attention.qkv.weight.dtype))
+        tpe = None if state.tpe is None else ToeplitzState(*(x.clone() for x in state.tpe))
+        self.state = ModelState(tpe, tuple(layers))
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Tokens int64 [B], on any device, to the logits of the next ones [B, V], as in ``Reading``."""
+        if not self.in_place:
+            reading = read(self.model, tokens[:, None], self.state)
+            self.state = reading.state
+            return reading.logits
+        model = self.model
+        ids = tokens.to(next(model.parameters()).device)[:, None]
+        hidden, _ = model.hidden(ids, ForwardContext(decode=True), self.state)
+        return model.layers_set.gather_logits(model.logits(hidden), model.config.vocab_size)[:, 0]
 
 
 def _in_float64(state: ModelState) -> ModelState:
@@ -124,16 +160,19 @@ def _generate(
     stops = torch.tensor(stop_ids, dtype=torch.int64)
     ended = torch.zeros(ids.shape[0], dtype=torch.bool)
     last = ids[:, -1]
+    decoder: Decoder | None = None
     for _ in range(max_tokens):
-        reading = read(model, ids, state)
-        state = reading.state
-        drawn = choose(reading.logits[:, :vocab_size], sampling, generators).cpu()
+        if decoder is None:
+            logits, after = read(model, ids, state)
+            decoder = Decoder(model, after)
+        else:
+            logits = decoder(last)
+        drawn = choose(logits[:, :vocab_size], sampling, generators).cpu()
         last = torch.where(ended, last, drawn)
         yield last
         ended = ended | torch.isin(last, stops)
         if bool(ended.all()):
             return
-        ids = last[:, None]
 
 
 class TextStream:

@@ -21,6 +21,7 @@ class ForwardContext:
         dropout: key of the dropout masks, None outside training.
         exchange: over sequence-parallel ranks, None on one: ``scan(theta)`` and ``toeplitz(decay)`` give what the two
             scans take.
+        decode: one token a row; states are ``DecodeState`` and ``ToeplitzState``, changed in place and not returned.
     """
 
     cu_seqlens: Tensor | None = None
@@ -28,6 +29,7 @@ class ForwardContext:
     coordinates: Tensor | None = None
     dropout: DropoutKey | None = None
     exchange: Any = None
+    decode: bool = False
 
 
 class ModelState(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightnet_kernels import toeplitz_scan
+from lightnet_kernels.decode import toeplitz_step
 from torch import Tensor, nn
 
 from ..config.model import ModelConfig
@@ -70,6 +71,8 @@ class ToeplitzEncoding(nn.Module):
         gain = self.beta * (1.0 - decay)
         if self.bidirectional:
             gain = gain / (1.0 + decay)
+        if context.decode:
+            return x + toeplitz_step(state, x[:, 0], decay[0], gain[0])[:, None], None
         if grid is None or len(grid) == 1:
             result = toeplitz_scan(
                 x,

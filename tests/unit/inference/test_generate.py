@@ -11,7 +11,7 @@ from lightnet_llm.cli import main
 from lightnet_llm.config.model import ModelConfig
 from lightnet_llm.errors import UserError
 from lightnet_llm.inference import Loaded, Sampling, TextStream, after_document_end, read
-from lightnet_llm.inference.generate import PIECE, generate
+from lightnet_llm.inference.generate import PIECE, Decoder, generate
 from lightnet_llm.inference.sampling import choose
 from lightnet_llm.models import CausalLM, initialize
 
@@ -42,6 +42,21 @@ def test_state_equals_whole_prefix_for_200_tokens(loaded: Loaded) -> None:
     assert float(reading.logits.std()) > 1.0  # trained weights: the logits are far from constant
 
 
+def test_decoder_equals_whole_prefix_for_200_tokens(loaded: Loaded) -> None:
+    model = loaded.model
+    ids = torch.tensor([prompt_of(loaded, "the ship sails under a bright")]).repeat(2, 1)
+    logits, state = read(model, ids)
+    decoder = Decoder(model, state)
+    sampling, generators = Sampling(seed=3), Sampling(seed=3).generators(2)
+    worst = 0.0
+    for _ in range(200):
+        worst = max(worst, float((logits - rerun(model, ids)).abs().max()))
+        tokens = choose(logits, sampling, generators)
+        ids = torch.cat([ids, tokens[:, None]], dim=1)
+        logits = decoder(tokens)
+    assert worst < 1e-4, worst
+
+
 @pytest.mark.parametrize("switch", ["tpe", "lrpe", "decay"])
 def test_ablations_generate_from_the_state_too(switch: str) -> None:
     value = "independent" if switch == "decay" else False
@@ -50,9 +65,11 @@ def test_ablations_generate_from_the_state_too(switch: str) -> None:
     initialize(model, 0)
     ids = torch.randint(0, 50, (2, 90), generator=torch.Generator().manual_seed(0))
     reading = read(model, ids[:, :70])
+    decoder = Decoder(model, reading.state)
     for place in range(70, 90):
         torch.testing.assert_close(reading.logits, rerun(model, ids[:, :place]), atol=1e-4, rtol=0)
         reading = read(model, ids[:, place : place + 1], reading.state)
+        torch.testing.assert_close(decoder(ids[:, place]), reading.logits, atol=1e-4, rtol=0)
 
 
 def test_long_prompts_are_read_in_pieces(loaded: Loaded) -> None:

@@ -1,0 +1,222 @@
+"""Decoding: one token a sequence, on states that are changed in place (model-spec 1 to 3).
+
+Tokens are added to the state in blocks. A block of up to BLOCK tokens is kept as keys and values beside the state of the
+tokens before it; a new token reads both, and a full block enters the state at once. That is exact where adding token by
+token is not: a float32 sum stops growing when one key lies 17 nats above very many others, and a state that is rotated
+at every token drifts. It is faster, too: a state is read at every token, but written once a block.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .checks import check_backend
+from .lrpe import double, move_origin, rotation
+from .state import ScanState, ToeplitzState, scale_between
+
+BLOCK = 64
+
+
+class DecodeState(NamedTuple):
+    """State of one layer's scan while decoding, for sequences at any positions; `decode_step` changes it in place.
+
+    max, sum, kv: as in `ScanState`, of the tokens before the block; kv's angle 0 is the block's first token.
+    keys: [B, H, BLOCK, D], values: [B, H, BLOCK, Dv], the block's tokens in the dtype of the model.
+    count: [B] int32, tokens in the block. length: [B] int64, tokens in all.
+    theta: [H, D] of LRPE, and tables made of it in float64: angles [2, BLOCK, H, D], cos and sin of a lag; turn
+        [4, H, D], cos and sin of BLOCK tokens and what float32 leaves of them. None without LRPE.
+    """
+
+    max: Tensor
+    sum: Tensor
+    kv: Tensor
+    keys: Tensor
+    values: Tensor
+    count: Tensor
+    length: Tensor
+    theta: Tensor | None = None
+    angles: Tensor | None = None
+    turn: Tensor | None = None
+
+    def clone(self) -> DecodeState:
+        """A copy that shares only the tables: a fork."""
+        fields = ("max", "sum", "kv", "keys", "values", "count", "length")
+        return self._replace(**{name: getattr(self, name).clone() for name in fields})
+
+
+def decode_state(state: ScanState, theta: Tensor | None = None, dtype: torch.dtype = torch.float32) -> DecodeState:
+    """A copy of a scan's state to decode from.
+
+    theta: [H, D], of the scan; it is kept. dtype: of the keys and values to come; the state itself is float32, or
+    float64 where dtype is.
+    """
+    batch, heads, width = state.max.shape
+    if state.kv.shape[2] != width * (1 if theta is None else 2):
+        raise ValueError(
+            f"decode_state: kv has {state.kv.shape[2]} rows for {width} features; pass theta for the state of a scan "
+            "with theta, and only for one"
+        )
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
+    angles = turn = None
+    if theta is not None:
+        theta = theta.detach()
+        angles = torch.stack(rotation(theta, torch.arange(BLOCK, device=theta.device), kind))
+        exact = torch.stack(rotation(theta, torch.tensor(BLOCK, device=theta.device), torch.float64))
+        turn = torch.cat([exact.to(kind), (exact - exact.to(kind).double()).to(kind)])
+    block = torch.zeros(2, batch, heads, BLOCK, max(width, state.kv.shape[3]), dtype=dtype, device=state.kv.device)
+    top, mass, kv = (x.detach().to(kind, copy=True).contiguous() for x in state[:3])
+    return DecodeState(
+        top,
+        mass,
+        kv,
+        block[0, ..., :width].contiguous(),
+        block[1, ..., : state.kv.shape[3]].contiguous(),
+        torch.zeros(batch, dtype=torch.int32, device=state.kv.device),
+        state.length.clone(),
+        theta,
+        angles,
+        turn,
+    )
+
+
+def scan_state(state: DecodeState) -> ScanState:
+    """What `additive_scan` continues from: a copy, at any time. Its angle 0 is the next token."""
+    present = torch.arange(BLOCK, device=state.count.device) < state.count[:, None]
+    top, mass, scale = _masses(state, present)
+    tables = None
+    if state.angles is not None:
+        tables = (state.angles[0].transpose(0, 1), state.angles[1].transpose(0, 1))  # [H, BLOCK, D]
+    added = double(mass, tables).transpose(2, 3) @ state.values.to(mass.dtype)
+    kv = state.kv * scale.repeat(1, 1, state.kv.shape[2] // scale.shape[2]).unsqueeze(-1) + added
+    if state.theta is not None:
+        kv = move_origin(kv, state.theta, state.count)
+    return ScanState(top, state.sum * scale + mass.sum(2), kv, state.length.clone())
+
+
+def _masses(state: DecodeState, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Running maximum [B, H, D] over state and block, exp(key - it) [B, H, BLOCK, D], and exp(max - it)."""
+    keys = torch.where(present[:, None, :, None], state.keys.to(state.kv.dtype), float("-inf"))
+    top = torch.maximum(state.max, keys.amax(2))
+    return top, scale_between(keys, top.unsqueeze(2)), scale_between(state.max, top)
+
+
+def decode_step(
+    state: DecodeState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    activation: str | None = "silu",
+    backend: str = "auto",
+) -> Tensor:
+    """`additive_scan` of one more token a sequence; the state is changed in place.
+
+    query, key: [B, H, D], value: [B, H, Dv], in the dtype of state.keys. activation: as in `additive_scan`.
+    backend: "auto", "torch" or "triton" ("auto" on a GPU). On a GPU neither waits for the device: a step can be captured
+        in a CUDA graph.
+
+    Returns the output [B, H, Dv] in value's dtype. There are no gradients. Raises ValueError for what does not fit.
+    """
+    _check_step(state, query, key, value, activation)
+    silu = activation == "silu"
+    if _choose_backend("decode_step", backend, query, float64=state.kv.dtype == torch.float64) == "triton":
+        triton = _triton()
+        assert triton is not None
+        output: Tensor = triton.decode_step(state, query, key, value, silu)
+        return output
+    return _decode_step(state, query, key, value, silu)
+
+
+def _decode_step(state: DecodeState, query: Tensor, key: Tensor, value: Tensor, silu: bool) -> Tensor:
+    full = state.count == BLOCK
+    if full.is_cuda or bool(full.any()):  # a GPU does not wait to hear whether it must
+        entered = scan_state(state)
+        for old, new in zip(state[:3], entered[:3], strict=True):
+            old.copy_(torch.where(full.view(-1, *[1] * (old.ndim - 1)), new, old))
+    slot = torch.where(full, 0, state.count).long()
+    rows = torch.arange(slot.shape[0], device=slot.device)
+    state.keys[rows, :, slot], state.values[rows, :, slot] = key, value
+    place = torch.arange(BLOCK, device=slot.device)
+    _, mass, scale = _masses(state, place <= slot[:, None])
+    total = state.sum * scale + mass.sum(2)
+    query = query.to(total.dtype)
+    weight = (F.silu(query) if silu else query) / total
+    mass, features = mass * weight.unsqueeze(2), weight * scale
+    if state.angles is not None:
+        mass = mass * state.angles[0][(slot[:, None] - place).clamp_min(0)].transpose(1, 2)
+        features = double(features, (state.angles[0][slot], state.angles[1][slot]))
+    output = features.unsqueeze(2) @ state.kv + mass.sum(3).unsqueeze(2) @ state.values.to(total.dtype)
+    state.count.copy_(slot + 1)
+    state.length.add_(1)
+    return output.squeeze(2).to(value.dtype)
+
+
+def toeplitz_step(state: ToeplitzState, x: Tensor, decay: Tensor, gain: Tensor, *, backend: str = "auto") -> Tensor:
+    """`toeplitz_scan` of one more token a sequence; the state is changed in place.
+
+    state: hidden [B, d, e] float32 (or float64), contiguous. x: [B, d], any floating dtype. decay, gain: [d, e].
+    backend: as in `decode_step`. Returns y [B, d] in x's dtype; no gradients.
+    """
+    if x.shape != state.hidden.shape[:2] or decay.shape != state.hidden.shape[1:] or gain.shape != decay.shape:
+        raise ValueError(
+            f"toeplitz_step: x {tuple(x.shape)}, decay {tuple(decay.shape)}, gain {tuple(gain.shape)} and state.hidden "
+            f"{tuple(state.hidden.shape)} do not fit; expected [B, d], [d, e], [d, e] and [B, d, e]"
+        )
+    if _choose_backend("toeplitz_step", backend, x, float64=state.hidden.dtype == torch.float64) == "triton":
+        triton = _triton()
+        assert triton is not None
+        y: Tensor = triton.toeplitz_step(state, x, decay, gain)
+        return y
+    state.hidden.mul_(decay).add_(x.unsqueeze(-1))
+    state.length.add_(1)
+    return torch.einsum("bde,de->bd", state.hidden, gain.to(state.hidden.dtype)).to(x.dtype)
+
+
+@functools.cache
+def _triton() -> ModuleType | None:
+    """The Triton kernels, imported on first use: Triton is not a core dependency."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        return importlib.import_module(".triton_decode", __package__)
+    except (ImportError, AttributeError):  # a Triton that this code does not know
+        return None
+
+
+def _choose_backend(name: str, backend: str, x: Tensor, float64: bool) -> str:
+    check_backend(name, backend, ("auto", "torch", "triton"))
+    if backend == "torch" or (backend == "auto" and x.device.type != "cuda"):
+        return "torch"
+    triton = _triton()
+    if triton is None:
+        reason: Any = "machines without triton 3.6"
+    else:
+        reason = "a float64 state" if float64 else triton.unsupported(x)
+    if backend == "triton" and reason:
+        raise ValueError(f"{name}: backend 'triton' does not take {reason}; use backend='auto'")
+    return "torch" if reason else "triton"
+
+
+def _check_step(state: DecodeState, query: Tensor, key: Tensor, value: Tensor, activation: str | None) -> None:
+    if activation not in ("silu", "none", None):
+        raise ValueError(f"decode_step: unknown activation {activation!r}; choose 'silu', 'none' or None")
+    batch, heads, _, width = state.keys.shape
+    for name, x, last in (("query", query, width), ("key", key, width), ("value", value, state.values.shape[3])):
+        if tuple(x.shape) != (batch, heads, last):
+            raise ValueError(
+                f"decode_step: {name} has shape {tuple(x.shape)}; expected {(batch, heads, last)}, one token for each "
+                "sequence of the state"
+            )
+        if x.dtype != state.keys.dtype:
+            raise ValueError(
+                f"decode_step: {name} is {x.dtype}, the state keeps {state.keys.dtype}; name the model's dtype in "
+                "decode_state(..., dtype=)"
+            )
