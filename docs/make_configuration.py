@@ -24,7 +24,9 @@ def page() -> str:
         ]
         for key, inner in section.model_fields.items():
             default = "required" if inner.is_required() else repr(inner.get_default(call_default_factory=True))
-            lines.append(f"| `{key}` | `{default}` | {inner.description} |".replace("`'", "`").replace("'`", "`"))
+            lines.append(
+                f"| `{inner.alias or key}` | `{default}` | {inner.description} |".replace("`'", "`").replace("'`", "`")
+            )
         lines.append("")
     lines += ["## Presets", "", ", ".join(f"`{name}`" for name in preset_names()), ""]
     return "\n".join(lines)

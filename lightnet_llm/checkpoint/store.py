@@ -34,7 +34,8 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file's or folder's content is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -46,7 +47,7 @@ def write_text(path: Path, text: str) -> None:
     """Replace a small file atomically."""
     temporary = path.with_name(f".{path.name}.partial")
     temporary.write_text(text, encoding="utf-8")
-    _sync(temporary)
+    sync(temporary)
     temporary.replace(path)
 
 
@@ -57,8 +58,9 @@ def partial_folder(root: Path, step: int) -> Path:
 
 def begin(root: Path, step: int) -> Path:
     """An empty folder to write into; what a killed save left there is removed. One process calls this."""
-    for left in root.glob(".step_*.partial"):  # what killed or failed saves left; it may be what fills the disk
-        shutil.rmtree(left, ignore_errors=True)
+    for kind in ("partial", "removed"):  # what killed or failed saves left; it may be what fills the disk
+        for left in root.glob(f".step_*.{kind}"):
+            shutil.rmtree(left, ignore_errors=True)
     folder = partial_folder(root, step)
     folder.mkdir(parents=True)
     return folder
@@ -71,22 +73,34 @@ def commit(root: Path, step: int, facts: dict[str, Any]) -> Path:
         root: the run's ``checkpoints`` folder.
         facts: what the manifest says beside the files (state, layout, ...), JSON-able.
     """
-    folder = partial_folder(root, step)
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in files:
-        _sync(path)
-    listing = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "xxh3_128": _checksum(path)} for path in files
-    }
-    write_text(folder / MANIFEST, json.dumps({**facts, "files": listing}, indent=1))
-    _sync(folder)
     final = root / step_name(step)
-    if final.exists():  # the same step saved again, after a resume
-        shutil.rmtree(final)
-    folder.rename(final)
-    _sync(root)
+    seal(partial_folder(root, step), final, facts)
     write_text(root / LATEST, step_name(step) + "\n")
     return final
+
+
+def seal(written: Path, final: Path, facts: dict[str, Any]) -> None:
+    """List a written folder's files with sizes and checksums in its manifest, and rename it to ``final``.
+
+    A ``final`` that exists (the same step saved again, after a resume) is renamed away first, never half deleted.
+    """
+    files = sorted(path for path in written.rglob("*") if path.is_file())
+    for path in files:
+        sync(path)
+    listing = {
+        str(path.relative_to(written)): {"bytes": path.stat().st_size, "xxh3_128": _checksum(path)} for path in files
+    }
+    write_text(written / MANIFEST, json.dumps({**facts, "files": listing}, indent=1))
+    sync(written)
+    if final.exists():
+        before = final.with_name(f".{final.name}.removed")
+        shutil.rmtree(before, ignore_errors=True)
+        final.rename(before)
+        written.rename(final)
+        shutil.rmtree(before, ignore_errors=True)
+    else:
+        written.rename(final)
+    sync(final.parent)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

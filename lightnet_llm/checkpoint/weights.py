@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,10 @@ def _gathered(parameter: nn.Parameter, zero_stage: int) -> AbstractContextManage
     return GatheredParameters([parameter])
 
 
-def save_weights(
-    model: nn.Module, folder: Path, *, stage: int, tensor_rank: int, tensor_size: int, zero_stage: int, writes: bool
-) -> str | None:
-    """Write this rank's part of the weights. Every data-parallel rank calls it (ZeRO-3 gathers); one ``writes``.
+def gather_weights(model: nn.Module, zero_stage: int, writes: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """This rank's part of the weights on the CPU, and how the parts join; empty where this rank does not write.
 
-    Returns:
-        What went wrong with writing, or None: ranks agree on it before anyone raises.
+    Every data-parallel rank calls it, because ZeRO-3 gathers.
     """
     tensors: dict[str, Tensor] = {}
     joins: dict[str, Any] = {}
@@ -48,15 +46,28 @@ def save_weights(
                 spec = spec_of(parameter)
                 tensors[name] = parameter.detach().to("cpu", copy=True).contiguous()
                 joins[name] = {"dim": spec.partition_dim, "shape": list(spec.shape)}
-    if not writes:
-        return None
+    return tensors, joins
+
+
+def part_file(folder: Path, stage: int, tensor_rank: int) -> Path:
+    """The weights file of a pipeline stage and tensor-parallel rank."""
+    return folder / FOLDER / f"stage{stage:03d}_tensor{tensor_rank:03d}.safetensors"
+
+
+def write_weights(
+    path: Path, tensors: dict[str, Tensor], joins: dict[str, Any], tensor_rank: int, tensor_size: int
+) -> None:
+    """Write what :func:`gather_weights` gave.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     metadata = {"joins": json.dumps(joins), "tensor_rank": str(tensor_rank), "tensor_size": str(tensor_size)}
+    path.parent.mkdir(exist_ok=True)
     try:
-        (folder / FOLDER).mkdir(exist_ok=True)
-        save_file(tensors, folder / FOLDER / f"stage{stage:03d}_tensor{tensor_rank:03d}.safetensors", metadata)
-    except (OSError, SafetensorError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
@@ -91,6 +102,31 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
             raise UserError(f"{folder / FOLDER}: the part of tensor-parallel rank {missing[0]} of '{name}' is missing")
         full[name] = unshard([ranks[r] for r in range(size)], tuple(joins[name]["shape"]), joins[name]["dim"])
     return full
+
+
+@dataclass(frozen=True)
+class Part:
+    """How one parameter lies in one weights file.
+
+    Attributes:
+        local_shape: of this tensor-parallel rank's part, padding included.
+        shape: of the full parameter without padding.
+        dim: along which the parts join; None where every rank holds all of it.
+    """
+
+    local_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    dim: int | None
+
+
+def describe_part(path: Path) -> dict[str, Part]:
+    """Names and shapes in a weights file; reads no tensor."""
+    with safe_open(path, framework="pt") as reader:
+        joins = json.loads(reader.metadata()["joins"])
+        return {
+            name: Part(tuple(reader.get_slice(name).get_shape()), tuple(joins[name]["shape"]), joins[name]["dim"])
+            for name in reader.keys()  # noqa: SIM118  (not a mapping)
+        }
 
 
 @torch.no_grad()

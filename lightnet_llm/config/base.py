@@ -6,4 +6,6 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """Base of all sections. Unknown keys are refused, so that a misspelt field never trains with its default."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, protected_namespaces=(), serialize_by_alias=True
+    )

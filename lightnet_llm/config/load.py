@@ -74,7 +74,8 @@ def _one_line(error: ValidationError, source: str) -> str:
         for part in first["loc"][:-1]:
             info = getattr(section, "model_fields", {}).get(part)
             section = info.annotation if info else None
-        known = list(section.model_fields) if isinstance(section, type) and issubclass(section, BaseModel) else []
+        is_section = isinstance(section, type) and issubclass(section, BaseModel)
+        known = [info.alias or name for name, info in section.model_fields.items()] if is_section else []
         hint = nearest(str(first["loc"][-1]), known) or (f"; known keys: {', '.join(known)}" if known else "")
         return f"{source}: unknown key '{field}'{hint}{tail}"
     message = first["msg"].removeprefix("Value error, ")

@@ -125,6 +125,11 @@ class CheckpointConfig(Section):
     interval: int = Field(default=1000, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     keep_last: int = Field(default=3, ge=1, description="Newest checkpoints kept.")
     keep_every: int = Field(default=0, ge=0, description="Checkpoints at multiples of this step are kept for ever.")
+    asynchronous: bool = Field(
+        default=False,
+        alias="async",
+        description="Write checkpoints from a copy in host memory while training goes on; needs that memory on every host.",
+    )
 
 
 class LoggingConfig(Section):

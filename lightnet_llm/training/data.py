@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightnet_data import manifest as manifests
 from lightnet_data.dataset import PackedTokens, collate
 from lightnet_data.sampler import GlobalBatchSampler
@@ -77,6 +78,7 @@ def training_batches(config: RunConfig, budget: Budget, rank: int, size: int, st
         num_workers=config.data.workers,
         pin_memory=False,
         persistent_workers=False,
+        generator=torch.Generator(),  # else each start would draw from the process's own
     )
     return iter(loader)
 

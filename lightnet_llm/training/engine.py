@@ -6,7 +6,7 @@ parameter names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import clip_grad_norm_
 from torch import Tensor, nn
 
+from ..checkpoint.native import OPTIMIZER_NAMES
+from ..checkpoint.restore import restore
+from ..checkpoint.universal import UniversalForm
 from ..checkpoint.weights import load_into, load_weights
 from ..config.deepspeed import NO_CLIP, deepspeed_config, effective_zero_stage
 from ..config.run import RunConfig
@@ -240,39 +243,43 @@ class Engine:
         """Global gradient norm of the last step, before clipping."""
         return self.guard.norm
 
-    def save(self, folder: Path, client_state: dict[str, Any]) -> str | None:
-        """DeepSpeed's native files under ``folder/engine``.
+    def save(self, folder: Path, client_state: dict[str, Any], write: Callable[[Any, Path], None]) -> None:
+        """DeepSpeed's native files under ``folder/engine``; every rank calls it.
 
-        A rank that cannot write goes on, because the others wait for it at DeepSpeed's barrier.
-
-        Returns:
-            What went wrong on this rank, or None.
+        Args:
+            client_state: what DeepSpeed keeps beside its own.
+            write: writes an object to a path, now or later. It must not raise: other ranks wait at DeepSpeed's barrier.
         """
-        writer, problems = self.engine.checkpoint_engine, []
+        if self.zero_stage == 0:
+            names = {parameter: name for name, parameter in self.module.named_parameters()}
+            order = [names[parameter] for group in self.param_groups for parameter in group["params"]]
+            client_state = {**client_state, OPTIMIZER_NAMES: order}
+        writer = self.engine.checkpoint_engine
         original = writer.save
-
-        def save(state_dict: Any, path: Any) -> None:
-            try:
-                original(state_dict, path)
-            except (OSError, RuntimeError) as error:
-                problems.append(f"{type(error).__name__}: {error}")
-
-        writer.save = save
+        writer.save = lambda state_dict, path: write(state_dict, Path(path))
         # The recovery script that DeepSpeed would copy fails on pipeline checkpoints; ``weights/`` serves instead.
         self.engine._copy_recovery_script = lambda path: None
         try:
             self.engine.save_checkpoint(str(folder), tag="engine", client_state=client_state, save_latest=False)
-        except OSError as error:
-            problems.append(f"{type(error).__name__}: {error}")
         finally:
             writer.save = original
-        return problems[0] if problems else None
 
     def load(self, folder: Path) -> None:
-        """Restore weights and optimiser from ``folder/engine``."""
+        """Restore weights and optimiser from ``folder/engine``, written by this layout."""
         path, _ = self.engine.load_checkpoint(str(folder), tag="engine")
         if path is None:
             raise RuntimeError(f"{folder}: DeepSpeed loaded nothing")
+
+    def load_universal(self, folder: Path, step: int, samples: int) -> None:
+        """Restore weights and optimiser from a universal form, whatever layout it was made from.
+
+        Args:
+            folder: ``.../universal``.
+            step, samples: where the run stands, for DeepSpeed's own counts.
+        """
+        restore(self.engine, self.zero_stage, UniversalForm(folder, self.layers.tensor_rank))
+        self.engine.global_steps = step
+        self.engine.global_samples = samples * self.groups.layout.sequence
 
     @property
     def clip(self) -> float:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..checkpoint import store
-from ..checkpoint.weights import save_weights
 from ..config.run import RunConfig
 from ..errors import UserError
 from ..models.parameters import spec_of
@@ -23,7 +19,9 @@ from . import data, out_of_memory
 from .bad_steps import pick_suspects
 from .engine import Engine, build_engine
 from .metrics import MetricsWriter, flops_per_token, memory_bytes, peak_flops
+from .resume import resume
 from .run_folder import RunFolder
+from .saving import Saver
 from .schedule import budget_of, learning_rate_factor
 from .start import Start, prepare
 
@@ -45,14 +43,13 @@ class Trainer:
             data.ValidationSet(name, prefix, config, self.data_rank, groups.layout.data)
             for name, prefix in (data.validation_prefixes(config) if config.validation.interval else {}).items()
         ]
+        self.saver = Saver(config, folder, groups, ranks, self.engine, start.identity, self._report_saved)
         # One rank of those that hold the same parameters speaks for them; one of those that read a sample, for it.
         self.speaks = groups.place["data"] == 0 and groups.place["sequence"] == 0
         self.reads = all(groups.place[axis] == 0 for axis in ("tensor", "sequence", "pipeline"))
         if start.weights is not None:
             ranks.log(f"weights from {start.weights}")
-        if start.checkpoint is not None:
-            self.engine.load(start.checkpoint)
-            ranks.log(f"resumed {start.checkpoint} at step {self.state.step}")
+        resume(self.engine, start, config.train.seed, ranks)
         self.engine.judge.restore(self.state.bad_steps)
 
     # One step --------------------------------------------------------------------------------------------------------
@@ -68,7 +65,7 @@ class Trainer:
         parameters, saved, due = self._count(), state.step, False
         window_start, window_tokens = time.perf_counter(), 0
         while state.step < end:
-            step, batch = state.step, budget.batch_at(state.step)
+            step, batch, began = state.step, budget.batch_at(state.step), time.perf_counter()
             rate = self.engine.set_rate(learning_rate_factor(config.schedule, step, budget.steps))
             self.engine.measure_groups = self._due(step + 1, config.logging.groups_interval)
             loss = self._step(batches, step, batch)
@@ -81,6 +78,7 @@ class Trainer:
             # While steps are being skipped the weights are in doubt: they must not push older checkpoints out.
             saves = (due and self.engine.guard.reason is None) or state.step == end
             stop = self.ranks.any(self.interrupted or (self.ranks.rank == 0 and self.folder.stop_requested))
+            self.saver.after_step(time.perf_counter() - began)
             reports = self._due(state.step, config.logging.interval) or self.engine.group_norms is not None
             if reports or saves or stop:
                 mean = (
@@ -97,12 +95,13 @@ class Trainer:
             if self._due(state.step, config.validation.interval) or (config.validation.interval and state.step == end):
                 self.validate()
             if saves or stop:
-                self.save()
+                self.saver.save(state)
                 saved, due = state.step, False
             window_start += time.perf_counter() - pause
             if stop:
                 self.ranks.log(f"stop requested: saved step {state.step}")
                 break
+        self.saver.wait()
         if state.step == budget.steps:
             self.ranks.on_rank_zero(lambda: self.folder.mark_finished(state.step))
         if self.metrics is not None:
@@ -180,43 +179,9 @@ class Trainer:
             if self.metrics is not None:
                 self.metrics.write(self.state.step, {"validation": {held.name: held.report(mean)}})
 
-    # Saving ----------------------------------------------------------------------------------------------------------
-    def save(self) -> None:
-        """Write a checkpoint on all ranks; it appears whole or not at all."""
-        root, step = self.folder.checkpoints, self.state.step
-        folder = Path(self.ranks.on_rank_zero(lambda: str(store.begin(root, step))))
-        problem = self.engine.save(folder, self.state.as_dict())
-        written = save_weights(
-            self.engine.module,
-            folder,
-            stage=self.groups.place["pipeline"],
-            tensor_rank=self.groups.place["tensor"],
-            tensor_size=self.groups.layout.tensor,
-            zero_stage=self.engine.zero_stage,
-            writes=self.speaks,
-        )
-        problem = problem or written
-        if self.ranks.any(problem is not None):
-            free = shutil.disk_usage(root).free / 2**20
-            raise UserError(
-                f"checkpoint of step {step} could not be written ({problem or 'on another rank'}; {free:.0f} MiB free in "
-                f"{root}); older ones are intact"
-            )
-
-        def finish() -> None:
-            (folder / "config.yaml").write_bytes((self.folder.path / "config.yaml").read_bytes())
-            facts = {
-                "format": 1,
-                "state": self.state.as_dict(),
-                "layout": self.groups.layout.as_dict(),
-                "zero_stage": self.engine.zero_stage,
-                "data": self.start.identity,
-            }
-            store.commit(root, step, facts)
-            store.prune(root, self.config.checkpoint.keep_last, self.config.checkpoint.keep_every)
-
-        self.ranks.on_rank_zero(finish)
+    def _report_saved(self, step: int, figures: dict[str, Any]) -> None:
         if self.metrics is not None:
+            self.metrics.write(self.state.step, {"checkpoint": figures})
             self.metrics.event(step, "saved")
 
 
@@ -245,6 +210,10 @@ def run(config: RunConfig, launched: bool = False) -> int:
         signal.signal(number, lambda *_: setattr(trainer, "interrupted", True))
     try:
         trainer.train()
+    except UserError as error:
+        if error.shared:  # all ranks are here: a checkpoint that is being written is worth finishing
+            trainer.saver.wait()
+        raise
     finally:  # an error message starts on a line of its own, below the progress bar
         if trainer.metrics is not None:
             trainer.metrics.close()

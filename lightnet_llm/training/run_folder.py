@@ -33,7 +33,7 @@ RESUMABLE = (
     "train.stop_at_step",
     "train.micro_batch",
     "train.init_from",
-    "parallel.recompute_every",
+    "parallel.",
     "data.workers",
     "data.validation",
     "validation.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class Start:
     Attributes:
         finished: step at which the run had already reached its budget; nothing is left to do.
         checkpoint: folder to resume from.
+        manifest: its manifest.
+        moves: whether another layout wrote it, so that it is read in its universal form.
         state: where it stands.
         weights: folder whose weights (only) start the run.
         identity: what the training data are, kept in every checkpoint.
@@ -40,6 +42,8 @@ class Start:
     state: RunState
     weights: Path | None
     identity: dict[str, Any]
+    manifest: dict[str, Any] = field(default_factory=dict)
+    moves: bool = False
 
 
 def prepare(config: RunConfig, folder: RunFolder, layout: Layout, launched: bool) -> Start:
@@ -65,7 +69,7 @@ def prepare(config: RunConfig, folder: RunFolder, layout: Layout, launched: bool
         )
     state, weights = RunState(), None
     if found is not None:
-        state = _check_checkpoint(*found, config, layout, identity, budget)
+        state = _check_checkpoint(*found, config, identity, budget)
     elif config.train.init_from is not None:
         weights = store.resolve(Path(config.train.init_from), warn)
     if found is not None:
@@ -73,18 +77,24 @@ def prepare(config: RunConfig, folder: RunFolder, layout: Layout, launched: bool
     folder.record(layout.as_dict(), tokenizer)
     if not launched:  # `lightnet train` has done it before it started the ranks, and may ask for a stop at any time
         folder.clear_stop()
-    return Start(None, found[0] if found else None, state, weights, identity)
+    if found is None:
+        return Start(None, None, state, weights, identity)
+    native = {**layout.as_dict(), **_native(config)}
+    written = {**found[1]["layout"], **{key: found[1].get(key, now) for key, now in _native(config).items()}}
+    return Start(None, found[0], state, weights, identity, found[1], moves=written != native)
+
+
+def _native(config: RunConfig) -> dict[str, Any]:
+    """What beside the layout decides how DeepSpeed's own files are cut."""
+    return {
+        "zero_stage": effective_zero_stage(config),
+        "pipeline_partition": config.parallel.pipeline_partition,
+    }
 
 
 def _check_checkpoint(
-    path: Path, manifest: dict[str, Any], config: RunConfig, layout: Layout, identity: dict[str, Any], budget: Budget
+    path: Path, manifest: dict[str, Any], config: RunConfig, identity: dict[str, Any], budget: Budget
 ) -> RunState:
-    stage = effective_zero_stage(config)
-    if manifest["layout"] != layout.as_dict() or manifest["zero_stage"] != stage:
-        raise UserError(
-            f"{path} was written by layout {manifest['layout']} with ZeRO {manifest['zero_stage']}; resuming on "
-            f"{layout.as_dict()} with ZeRO {stage} is not available yet"
-        )
     if manifest["data"] != identity:
         raise UserError(
             f"data.path {config.data.path} holds other data than {path} was trained on ({identity} now, "

@@ -44,20 +44,150 @@ def double_replicated_norm() -> None:
         module.declare = declare  # type: ignore[attr-defined]
 
 
+def _wrap_torch_save(before) -> None:  # type: ignore[no-untyped-def]
+    import torch
+
+    original = torch.save
+
+    def save(content, path, *args, **kwargs):  # type: ignore[no-untyped-def]
+        before(str(path))
+        return original(content, path, *args, **kwargs)
+
+    torch.save = save
+
+
 def fail_save_on_rank_one() -> None:
     """The disk of one rank is full."""
     import os
 
-    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-
-    original = TorchCheckpointEngine.save
-
-    def save(self, state_dict, path):  # type: ignore[no-untyped-def]
+    def before(path: str) -> None:
         if os.environ["RANK"] == "1":
-            raise OSError(28, "No space left on device", str(path))
-        return original(self, state_dict, path)
+            raise OSError(28, "No space left on device", path)
 
-    TorchCheckpointEngine.save = save  # type: ignore[method-assign]
+    _wrap_torch_save(before)
+
+
+def limit_files_on_rank_one() -> None:
+    """The system itself refuses what rank 1 writes beyond 100 kB, in the middle of a file."""
+    import os
+    import resource
+
+    if os.environ["RANK"] == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+
+def limit_files() -> None:
+    """The system itself refuses what any rank writes beyond 40 kB, in the middle of a file."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
+
+
+def write_slowly() -> None:
+    """A save's first file waits until training has taken two more steps, or a second where training waits for it."""
+    import time
+
+    from lightnet_llm.training.engine import Engine
+
+    original, taken = Engine.train_step, [0]
+
+    def train_step(self, *args):  # type: ignore[no-untyped-def]
+        loss = original(self, *args)
+        taken[0] += 1
+        return loss
+
+    def before(path: str) -> None:
+        until, deadline = taken[0] + 2, time.time() + (1 if "/engine/" in path else 0)
+        while taken[0] < until and time.time() < deadline:
+            time.sleep(0.01)
+
+    Engine.train_step = train_step  # type: ignore[method-assign]
+    _wrap_torch_save(before)
+
+
+def write_slowly_without_copy() -> None:
+    """An asynchronous save writes tensors that training goes on changing."""
+    from lightnet_llm.training import saving
+
+    write_slowly()
+    saving.clone_tensors_for_torch_save = lambda content: content
+
+
+def fail_second_save_on_rank_one() -> None:
+    """The disk of one rank fills up between two saves."""
+    import os
+
+    def before(path: str) -> None:
+        if os.environ["RANK"] == "1" and "step_00000006" in path:
+            raise OSError(28, "No space left on device", path)
+
+    _wrap_torch_save(before)
+
+
+def die_in_second_save() -> None:
+    """Every rank is killed while it writes its last file of the second checkpoint."""
+    import os
+    import signal
+
+    def before(path: str) -> None:
+        if "step_00000006" in path and "/random/" in path:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _wrap_torch_save(before)
+
+
+def die_while_converting() -> None:
+    """The process that makes the universal form is killed midway."""
+    import os
+    import signal
+
+    def before(path: str) -> None:
+        if "layers.2" in path:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _wrap_torch_save(before)
+
+
+def forget_moments() -> None:
+    """A move that starts the optimiser afresh."""
+    from lightnet_llm.checkpoint.universal import UniversalForm
+
+    original = UniversalForm.part
+
+    def part(self, name, key, spec, local_shape):  # type: ignore[no-untyped-def]
+        found = original(self, name, key, spec, local_shape)
+        return found if key == "fp32" else found * 0
+
+    UniversalForm.part = part  # type: ignore[method-assign]
+
+
+def shift_tensor_parts() -> None:
+    """A move that gives each tensor-parallel rank its neighbour's columns."""
+    from lightnet_llm.checkpoint import restore
+
+    original = restore.UniversalForm.__init__
+
+    def shifted(self, folder, tensor_rank):  # type: ignore[no-untyped-def]
+        original(self, folder, 1 - tensor_rank)
+
+    restore.UniversalForm.__init__ = shifted  # type: ignore[method-assign]
+
+
+def draw_from_global_generators() -> None:
+    """The reported loss takes part of every generator of the process, as some user's code might."""
+    import random
+
+    import numpy as np
+    import torch
+
+    from lightnet_llm.training.engine import Engine
+
+    original = Engine.train_step
+
+    def train_step(self, *args):  # type: ignore[no-untyped-def]
+        return original(self, *args) + float(torch.rand(())) + random.random() + float(np.random.rand())
+
+    Engine.train_step = train_step  # type: ignore[method-assign]
 
 
 def _on(rank: int, step: int, act) -> None:  # type: ignore[no-untyped-def]

@@ -152,6 +152,15 @@ def test_training_needs_data_before_any_work(small: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_field_named_by_a_keyword_of_python(tmp_path: Path, small: Path) -> None:
+    config = load_config(str(small), ["checkpoint.async=true"])
+    assert config.checkpoint.asynchronous and "async: true" in dump_config(config)
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert load_config(str(tmp_path / "again.yaml")).checkpoint.asynchronous
+    with pytest.raises(UserError, match=r"unknown key 'checkpoint.asinc'.*async"):
+        load_config(str(small), ["checkpoint.asinc=true"])
+
+
 def test_validate_names_its_source() -> None:
     with pytest.raises(UserError, match=r"^here: "):
         validate({"model": {}}, "here")
