@@ -22,7 +22,8 @@ pytest.importorskip("triton")
 
 DEVICE = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DTYPES = [BF16, FP16, FP32]
+NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}  # for -k
+DTYPES = [pytest.param(dtype, id=name) for dtype, name in NAMES.items()]
 scan = functools.partial(additive_scan, backend="triton")  # refuses what it does not do: no test passes by falling back
 
 TABLE = [  # N, D, Dv, LRPE, dtype
@@ -32,11 +33,17 @@ TABLE = [  # N, D, Dv, LRPE, dtype
     (65, 48, 48, True, BF16),
     (64, 64, 40, False, BF16),
     (8, 100, 96, True, BF16),
-    *[(n, 72, 72, True, dtype) for dtype in DTYPES for n in (5, 63, 257)],
+    *[(n, 72, 72, True, dtype) for dtype in NAMES for n in (5, 63, 257)],
     *[(n, 72, 72, False, BF16) for n in (4, 257)],
     *[(n, 128, 128, True, BF16) for n in (1, 64, 257)],
-    *[(n, 128, 128, False, dtype) for dtype in DTYPES for n in (6, 65, 257)],
+    *[(n, 128, 128, False, dtype) for dtype in NAMES for n in (6, 65, 257)],
 ]
+
+
+def named(case):
+    """The case with its values as its name, for -k: 257-72-72-lrpe-bf16."""
+    words = [("lrpe" if x else "plain") if isinstance(x, bool) else NAMES.get(x, str(x)) for x in case]
+    return pytest.param(*case, id="-".join(words))
 
 
 @pytest.fixture(autouse=True)
@@ -89,14 +96,17 @@ def close(actual, wanted, names, dtype, sizes):
 # --- the table
 
 
-@pytest.mark.parametrize(("tokens", "width", "value_width", "theta", "dtype"), TABLE)
+@pytest.mark.parametrize(("tokens", "width", "value_width", "theta", "dtype"), [named(case) for case in TABLE])
 def test_output_and_gradients(tokens, width, value_width, theta, dtype):
     table.check(make(2, tokens, 2, width, value_width, theta=theta), dtype, DEVICE)
 
 
 @pytest.mark.parametrize(
     ("width", "theta", "dtype"),
-    [(128, True, BF16), (128, False, BF16), (72, True, FP16), (72, True, FP32), (128, False, FP32)],
+    [
+        named(case)
+        for case in [(128, True, BF16), (128, False, BF16), (72, True, FP16), (72, True, FP32), (128, False, FP32)]
+    ],
 )
 @pytest.mark.parametrize("tokens", [600, 1100])
 def test_several_chunks(tokens, width, theta, dtype):
@@ -124,21 +134,23 @@ def test_long(tokens, theta):
 
 
 def test_a_million_tokens_keep_their_angles():
-    """The rotation between chunks, applied thousands of times, against one token long ago."""
-    tokens, width = 2**20 - 7, 72
-    key = torch.full((1, tokens, 1, width), -30.0, device=DEVICE)
+    """The rotation between chunks, applied thousands of times, against one token long ago (model-spec 2: 1e-3)."""
+    tokens, width, heads = 2**20 - 7, 72, 2
+    shape = (1, tokens, heads, width)
+    key = torch.full(shape, -30.0, device=DEVICE)
     key[:, 0] = 0.0
-    value = torch.zeros(1, tokens, 1, width, device=DEVICE)
+    value = torch.zeros(shape, device=DEVICE)
     value[:, 0] = 1.0
-    theta = (10000.0 ** (-torch.arange(width, device=DEVICE) / width)).reshape(1, width)
-    query = torch.ones(1, tokens, 1, width, device=DEVICE)
+    theta = (10000.0 ** (-torch.arange(heads * width, device=DEVICE) / (heads * width))).reshape(heads, width)
+    query = torch.ones(shape, device=DEVICE)
     with torch.no_grad():
-        output = scan(query, key, value, theta=theta, activation=None)
+        output = scan(query, key, value, theta=theta)
     lag = torch.arange(tokens, device=DEVICE, dtype=torch.float64)
     mass = 1 + lag * float(torch.tensor(-30.0).double().exp())
     for t in (tokens - 1, tokens // 2, 1000):
-        wanted = (lag[t] * theta.double()).cos().sum() / mass[t]
-        assert abs(float(output[0, t, 0, 0]) - float(wanted)) < 1e-3 * width
+        wanted = F.silu(query[0, t].double()) * (lag[t] * theta.double()).cos() / mass[t]
+        for head in range(heads):
+            assert abs(float(output[0, t, head, 0]) - float(wanted[head].sum())) < 1e-3 * width
 
 
 # --- size and layout in memory
@@ -286,7 +298,7 @@ def test_compiled_code_gives_the_same_bits():
 # --- keys of every size
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("dtype", DTYPES[::2])
 @pytest.mark.parametrize("kind", ["signs", "signs and noise", "rising", "falling", "first token", "first token low"])
 def test_keys_of_ten_thousand(kind, dtype):
     inputs = make(2, 200, 2, 72, 72)
@@ -334,7 +346,7 @@ def test_one_head_beyond_the_fast_path_leaves_the_others():
 
 
 @pytest.mark.parametrize("theta", [True, False])
-@pytest.mark.parametrize(("dtype", "limit"), [(FP32, 1e-4), (BF16, 1e-2)])
+@pytest.mark.parametrize(("dtype", "limit"), [named((FP32, 1e-4)), named((BF16, 1e-2))])
 def test_key_gradients_sum_to_nothing_in_every_segment(dtype, limit, theta):
     width = 72 if theta else 128
     leaves, grad = large(1, 1500, 2, width, theta=theta, dtype=dtype)
@@ -367,7 +379,7 @@ def test_key_gradients_with_states(width, theta):
 # --- segments
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("dtype", DTYPES[::2])
 @pytest.mark.parametrize("lengths", [[5], [3, 0, 64, 1, 260, 70, 0], [256, 256, 1, 511], [1] * 40, [2048, 37, 900, 1]])
 def test_segments(lengths, dtype):
     table.check_segments(lengths, dtype, DEVICE, width=72, value_width=72)
@@ -452,7 +464,9 @@ def state_case(dtype, theta, cuts, *, top=0.0, width=72, cu_seqlens=None, begun=
     close(actual[1], wanted[1], names, dtype, sizes)
 
 
-@pytest.mark.parametrize(("dtype", "theta"), [(BF16, True), (BF16, False), (FP16, True), (FP32, True)])
+@pytest.mark.parametrize(
+    ("dtype", "theta"), [named(case) for case in [(BF16, True), (BF16, False), (FP16, True), (FP32, True)]]
+)
 @pytest.mark.parametrize("cuts", [[5, 64, 200, 1], [256, 256], [1, 700]])
 def test_states_and_their_gradients(cuts, theta, dtype):
     state_case(dtype, theta, cuts)
@@ -468,6 +482,6 @@ def test_initial_states_of_any_size(top):
     state_case(FP32, True, [300], top=top)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("dtype", DTYPES[::2])
 def test_states_of_segments(dtype):
     state_case(dtype, True, [700], cu_seqlens=[0, 0, 5, 261, 262, 700, 700])

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import cases, companions, decode
+from . import cases, companions
 from .first_call import run_first_calls
 from .measure import TIMING, Clock, ceilings
 from .peers import run_peers
@@ -30,7 +30,10 @@ Case = Callable[[Context], dict[str, Any]]
 def all_cases() -> dict[str, Case]:
     """Everything that can be measured with this package, in the order of running."""
     table: dict[str, Case] = {case.name: functools.partial(run_scan, case=case) for case in cases.SCANS}
-    table["decode"] = decode.run_decode
+    if companions.find("decode", "decode_step"):
+        from .decode import run_decode
+
+        table["decode"] = run_decode
     for name in companions.names():
         table[name] = functools.partial(companions.run_companion, name=name)
     for case in cases.FIGURE_CASES:

@@ -166,4 +166,8 @@ def _memory(clock: Clock, call: Call) -> dict[str, Any]:
 def run_training_pair(context: Context, case: ScanCase, backend: str) -> dict[str, Any]:
     """Only the two times, for the series."""
     call = Call(case, make_inputs(case, context.device), backend)
-    return {"forward": context.clock.time(call.forward), "forward_backward": context.clock.time(call.both)}
+    count = min(20, context.clock.repeats)  # calls of tens of milliseconds
+    return {
+        "forward": context.clock.time(call.forward, count),
+        "forward_backward": context.clock.time(call.both, count),
+    }

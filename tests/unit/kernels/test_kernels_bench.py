@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from lightnet_kernels.bench import cases, children, first_call, main, measure, peers, plot, scans, series
+from lightnet_kernels.bench import cases, children, companions, first_call, main, measure, peers, plot, scans, series
 from lightnet_kernels.bench.truth import relative, scan_truth
 
 from . import kernel_oracle as oracle
@@ -109,6 +109,13 @@ def test_the_series_measure_every_length():
     factor = figure["points"][0]["factor"]["forward_backward"]
     times = [figure["points"][0][name]["forward_backward"]["ms"] for name in ("two_passes", "one_scan")]
     assert factor == pytest.approx(times[0] / times[1])
+
+
+@pytest.mark.parametrize("name", [name for name in ("decode", *companions.names()) if name in main.all_cases()])
+def test_the_ops_beside_the_scan(name):
+    row = main.all_cases()[name](context())
+    assert row["checks"] and all(result["met"] for result in row["checks"])
+    assert any("error" in result["what"] and result["value"] > 0 for result in row["checks"])
 
 
 def row_with(*checks):
