@@ -24,8 +24,9 @@ from .triton_exact import exact_key_sums, exact_query_sums, exact_scale, exact_s
 from .triton_forward import load_span
 from .triton_parts import (
     activated,
-    any_flag,
-    fade,
+    activated_over,
+    exp,
+    inverse,
     load_angles,
     load_block,
     load_keys,
@@ -33,6 +34,7 @@ from .triton_parts import (
     load_rows,
     load_vector,
     running_mass,
+    some_flags,
     store_matrix,
     store_rows,
     store_vector,
@@ -43,45 +45,71 @@ WINDOW = tl.constexpr(4)
 
 
 @triton.jit
+def exact_reads(
+    q_ptr, k_ptr, x_ptr, blocks_ptr, enter_ptr, mass_ptr, flag_ptr, total,
+    sqb, sqn, sqh, skb, skn, skh, sxb, sxn, sxh, H,
+    D: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, BT: tl.constexpr, SILU: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """x of flagged blocks: phi exp(enter) / s_t. One program COUNT (block, head)."""
+    start = tl.program_id(0).to(tl.int64) * COUNT
+    if some_flags(flag_ptr, start, total, COUNT):
+        for i in range(0, tl.minimum(total - start, COUNT)):
+            if tl.load(flag_ptr + start + i) != 0:
+                block, head = (start + i) // H, (start + i) % H
+                batch, first, length, _ = load_block(blocks_ptr, block)
+                step = tl.arange(0, BT)
+                keys = k_ptr + batch * skb + first * skn + head * skh
+                for part in range(0, NH):
+                    col = part * DH + tl.arange(0, DH)
+                    at = (start + i) * D
+                    enter, mass = load_vector(enter_ptr + at, col, D, DH), load_vector(mass_ptr + at, col, D, DH)
+                    read = exact_scale(keys, skn, length, col, enter, mass, BT, D, DH)
+                    query = q_ptr + batch * sqb + first * sqn + head * sqh
+                    read *= activated(load_rows(query, step, sqn, col, step < length, D, DH), SILU)
+                    x = x_ptr + batch * sxb + first * sxn + head * sxh
+                    store_rows(x, step, sxn, col, step < length, read, D, DH)
+
+
+@triton.jit
 def chain_grads(
     q_ptr, k_ptr, g_ptr, spans_ptr, cos_ptr, sin_ptr, turn_ptr, kv_ptr, grad_ptr, enter_ptr, leave_ptr, mass_ptr,
-    flag_ptr, moved_ptr, from_ptr, to_ptr,
-    sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, H,
-    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
+    flag_ptr, x_ptr, moved_ptr, from_ptr, to_ptr,
+    sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sxb, sxn, sxh, H,
+    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VB: tl.constexpr, BT: tl.constexpr,
     LRPE: tl.constexpr, SILU: tl.constexpr, FROM: tl.constexpr, BLOCKS: tl.constexpr, TO: tl.constexpr,
     OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A span's blocks from the last to the first, from the gradient in `from` (FROM: 1, one a span, 2, one a sequence, 0,
     none). With BLOCKS every block's gradient is kept. TO: 1, the gradient of the state that the span finds is kept for every span, 2, for each
-    sequence's first. One program a (span, head, slice of features)."""
+    sequence's first. x[B, N, H, D]: phi exp(enter) / s_t of flagged blocks. One program a (span, head, slice of
+    features and slice of VB value features)."""
     span = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    part = tl.program_id(2)
+    part = tl.program_id(2) % NH
     batch, first, length, block, place, sequence, _ = load_span(spans_ptr, span)
-    step, vcol = tl.arange(0, BT), tl.arange(0, VP)
+    step, vcol = tl.arange(0, BT), (tl.program_id(2) // NH) * VB + tl.arange(0, VB)
     col = part * DH + tl.arange(0, DH)
     SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
     q_ptr += batch * sqb + head * sqh
     k_ptr += batch * skb + head * skh
     g_ptr += batch * sgb + head * sgh
+    x_ptr += batch * sxb + head * sxh
     blocks = tl.cdiv(length, BT)
-    real = tl.zeros([DH, VP], tl.float32)
-    imag = tl.zeros([DH, VP], tl.float32)
+    real = tl.zeros([DH, VB], tl.float32)
+    imag = tl.zeros([DH, VB], tl.float32)
     moved = tl.zeros([DH], tl.float32)
     unit = load_vector(leave_ptr + ((block + blocks - 1) * H + head) * D, col, D, DH)
     if FROM:
         source = ((span if FROM == 1 else sequence) * H + head) * SIZE
-        real = load_matrix(from_ptr + source, col, vcol, D, V, DH, VP)
+        real = load_matrix(from_ptr + source, col, vcol, D, V, DH, VB)
         if LRPE:
-            imag = load_matrix(from_ptr + source + D * V, col, vcol, D, V, DH, VP)
+            imag = load_matrix(from_ptr + source + D * V, col, vcol, D, V, DH, VB)
     if LRPE:
         count = length - (blocks - 1) * BT
         cos_turn = load_vector(turn_ptr + (head * (BT + 1) + count) * (2 * D), col, D, DH)
         sin_turn = load_vector(turn_ptr + (head * (BT + 1) + count) * (2 * D) + D, col, D, DH)
         cos_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D), col, D, DH)
         sin_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D) + D, col, D, DH)
-        cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
-        sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
     for j in tl.range(0, blocks, num_stages=STAGES):
         i = blocks - 1 - j
         present = i * BT + step < length
@@ -89,26 +117,27 @@ def chain_grads(
         at = ((block + i) * H + head) * D
         keys = load_keys(k_ptr + row * skn, step, skn, col, present, D, DH)
         query = load_rows(q_ptr + row * sqn, step, sqn, col, present, D, DH)
-        upstream = load_rows(g_ptr + row * sgn, step, sgn, vcol, present, V, VP).to(OP)
+        upstream = load_rows(g_ptr + row * sgn, step, sgn, vcol, present, V, VB).to(OP)
         enter, leave = load_vector(enter_ptr + at, col, D, DH), load_vector(leave_ptr + at, col, D, DH)
         mass = load_vector(mass_ptr + at, col, D, DH)
-        if tl.load(flag_ptr + ((block + i) * H + head) * NH + part) != 0:
-            read = exact_scale(k_ptr + row * skn, skn, tl.minimum(length - i * BT, BT), col, enter, mass, BT, D, DH)
-        else:
-            read = 1.0 / running_mass(tl.exp(keys - enter[None, :]).to(OP), mass, BT, PREC)
-        read *= activated(query, SILU)
-        faded = tl.exp(leave - unit)
-        real *= faded[:, None]
+        flagged = tl.load(flag_ptr + (block + i) * H + head) != 0
+        exact = load_rows(x_ptr + row * sxn, step, sxn, col, present & flagged, D, DH).to(tl.float32)
+        read = activated_over(query, running_mass(exp(keys - enter[None, :]).to(OP), mass, BT, PREC), SILU)
+        read = tl.where(flagged, exact, read)
+        faded = exp(leave - unit)
         if LRPE:
-            imag *= faded[:, None]
-            real, imag = turned(real, imag, cos_turn, -sin_turn)
+            real, imag = turned(real, imag, cos_turn * faded, -sin_turn * faded)
             cos_turn, sin_turn = cos_on, sin_on
+        else:
+            real *= faded[:, None]
         if BLOCKS:
-            store_matrix(grad_ptr + at * (SIZE // D), col, vcol, real, D, V, DH, VP)
+            store_matrix(grad_ptr + at * (SIZE // D), col, vcol, real, D, V, DH, VB)
             if LRPE:
-                store_matrix(grad_ptr + at * (SIZE // D) + D * V, col, vcol, imag, D, V, DH, VP)
-        crossed = tl.exp(enter - leave)[:, None]
+                store_matrix(grad_ptr + at * (SIZE // D) + D * V, col, vcol, imag, D, V, DH, VB)
+        crossed = exp(enter - leave)[:, None]
         if LRPE:
+            cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
+            sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
             real = tl.dot(tl.trans((read * cos).to(OP)), upstream, real * crossed, input_precision=PREC)
             imag = tl.dot(tl.trans((read * sin).to(OP)), upstream, imag * crossed, input_precision=PREC)
         else:
@@ -116,16 +145,17 @@ def chain_grads(
         unit = enter
         if LRPE and BLOCKS:
             if (place + i) % WINDOW == 0 and place + i > 0:
-                state = load_matrix(kv_ptr + at * (SIZE // D), col, vcol, D, V, DH, VP).to(tl.float32)
-                state_sin = load_matrix(kv_ptr + at * (SIZE // D) + D * V, col, vcol, D, V, DH, VP).to(tl.float32)
+                state = load_matrix(kv_ptr + at * (SIZE // D), col, vcol, D, V, DH, VB).to(tl.float32)
+                state_sin = load_matrix(kv_ptr + at * (SIZE // D) + D * V, col, vcol, D, V, DH, VB).to(tl.float32)
                 moved += tl.sum(state_sin * real - state * imag, 1) * (WINDOW * BT)
     if LRPE and BLOCKS:
-        store_vector(moved_ptr + (span * H + head) * D, col, moved, D, DH)
+        slices = (tl.num_programs(2) // NH) * span + tl.program_id(2) // NH
+        store_vector(moved_ptr + (slices * H + head) * D, col, moved, D, DH)
     if TO == 1 or (TO == 2 and place == 0):
         target = ((span if TO == 1 else sequence) * H + head) * SIZE
-        store_matrix(to_ptr + target, col, vcol, real, D, V, DH, VP)
+        store_matrix(to_ptr + target, col, vcol, real, D, V, DH, VB)
         if LRPE:
-            store_matrix(to_ptr + target + D * V, col, vcol, imag, D, V, DH, VP)
+            store_matrix(to_ptr + target + D * V, col, vcol, imag, D, V, DH, VB)
 
 
 @triton.jit
@@ -159,11 +189,11 @@ def scan_span_grads(
         leave = load_vector(leave_ptr + ((block + tl.cdiv(length, BT) - 1) * H + head) * D, row, D, BD)
         real_added = load_matrix(span_grad_ptr + at * SIZE, row, vcol, D, V, BD, VP)
         if j > 0:
-            faded = tl.exp(leave - unit)[:, None]
+            faded = exp(leave - unit)[:, None]
             real *= faded
             imag *= faded
         store_matrix(span_grad_ptr + at * SIZE, row, vcol, real, D, V, BD, VP)
-        crossed = tl.exp(enter - leave)[:, None]
+        crossed = exp(enter - leave)[:, None]
         if LRPE:
             imag_added = load_matrix(span_grad_ptr + at * SIZE + D * V, row, vcol, D, V, BD, VP)
             store_matrix(span_grad_ptr + at * SIZE + D * V, row, vcol, imag, D, V, BD, VP)
@@ -180,16 +210,15 @@ def scan_span_grads(
 
 
 @triton.jit
-def query_grads(
-    q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr, mass_ptr, flag_ptr,
+def query_grads_of(
+    block, head, part, q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr, mass_ptr,
     pressure_ptr, torque_ptr,
     sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
     LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """dq and pressure; into dk what the block's own normalisers take from its keys. One program a (block, head)."""
-    block = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    """dq and pressure; into dk what the block's own normalisers take from its keys."""
     batch, first, length, place = load_block(blocks_ptr, block)
     step, vcol = tl.arange(0, BT), tl.arange(0, VP)
     present = step < length
@@ -201,63 +230,96 @@ def query_grads(
     dk_ptr += batch * sdb + first * sdn + head * sdh
     at = (block * H + head) * D
     kv_ptr += at * ((2 if LRPE else 1) * V)
-    flagged = any_flag(flag_ptr, block * H + head, NH)
     upstream = load_rows(g_ptr, step, sgn, vcol, present, V, VP).to(OP)
     value = load_rows(v_ptr, step, svn, vcol, present, V, VP).to(OP)
     pairs = tl.dot(upstream, tl.trans(value), input_precision=PREC)
     pairs = tl.where(step[:, None] >= step[None, :], pairs, 0.0)
-    for part in tl.range(0, NH, num_stages=STAGES):
-        col = part * DH + tl.arange(0, DH)
-        enter, mass = load_vector(enter_ptr + at, col, D, DH), load_vector(mass_ptr + at, col, D, DH)
-        keys = load_keys(k_ptr, step, skn, col, present, D, DH)
-        query = load_rows(q_ptr, step, sqn, col, present, D, DH).to(tl.float32)
-        state = load_matrix(kv_ptr, col, vcol, D, V, DH, VP)
-        if flagged:
-            weight = tl.zeros([BT, DH], tl.float32)
-            scale = exact_scale(k_ptr, skn, length, col, enter, mass, BT, D, DH)
-        else:
-            weight = tl.exp(keys - enter[None, :])
-            scale = 1.0 / running_mass(weight.to(OP), mass, BT, PREC)
-        real = tl.dot(upstream, tl.trans(state), input_precision=PREC)
-        if LRPE:
-            cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
-            sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
-            state = load_matrix(kv_ptr + D * V, col, vcol, D, V, DH, VP)
-            imag = tl.dot(upstream, tl.trans(state), input_precision=PREC)
+    col = part * DH + tl.arange(0, DH)
+    enter, mass = load_vector(enter_ptr + at, col, D, DH), load_vector(mass_ptr + at, col, D, DH)
+    query = load_rows(q_ptr, step, sqn, col, present, D, DH).to(tl.float32)
+    state = load_matrix(kv_ptr, col, vcol, D, V, DH, VP)
+    if EXACT:
+        scale = exact_scale(k_ptr, skn, length, col, enter, mass, BT, D, DH)
+    else:
+        weight = exp(load_keys(k_ptr, step, skn, col, present, D, DH) - enter[None, :])
+        scale = inverse(running_mass(weight.to(OP), mass, BT, PREC))
+    real = tl.dot(upstream, tl.trans(state), input_precision=PREC)
+    if LRPE:
+        cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
+        sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
+        state = load_matrix(kv_ptr + D * V, col, vcol, D, V, DH, VP)
+        imag = tl.dot(upstream, tl.trans(state), input_precision=PREC)
+        if not EXACT:
             real = tl.dot(pairs.to(OP), (weight * cos).to(OP), real, input_precision=PREC)
             imag = tl.dot(pairs.to(OP), (weight * sin).to(OP), imag, input_precision=PREC)
-            imag *= scale
-        else:
-            real = tl.dot(pairs.to(OP), weight.to(OP), real, input_precision=PREC)
-        real *= scale
-        if flagged:
-            own, own_sin = exact_query_sums(
-                pairs, k_ptr, cos_ptr, sin_ptr, skn, head, length, col, enter, mass, BT, D, DH, LRPE
-            )  # fmt: skip
-            real += own
-            if LRPE:
-                imag += own_sin
-        gate = tl.sigmoid(query)
-        phi = query * gate if SILU else query
+        imag *= scale
+    elif not EXACT:
+        real = tl.dot(pairs.to(OP), weight.to(OP), real, input_precision=PREC)
+    real *= scale
+    if EXACT:
+        own, own_sin = exact_query_sums(
+            pairs, k_ptr, cos_ptr, sin_ptr, skn, head, length, col, enter, mass, BT, D, DH, LRPE
+        )  # fmt: skip
+        real += own
         if LRPE:
-            grad_phi = real * cos + imag * sin
-            lag = step[:, None] + (place % WINDOW) * BT
-            turn = tl.where(present[:, None], phi * (imag * cos - real * sin) * lag.to(tl.float32), 0.0)
-            store_vector(torque_ptr + at, col, tl.sum(turn, 0), D, DH)
-        else:
-            grad_phi = real
-        product = tl.where(present[:, None], phi * grad_phi, 0.0)
-        if SILU:
-            grad_phi *= gate * (1.0 + query * (1.0 - gate))
-        store_rows(dq_ptr, step, sdn, col, present, grad_phi, D, DH)
-        asked = product * scale
-        store_vector(pressure_ptr + at, col, tl.sum(asked, 0), D, DH)
-        if flagged:
-            taken = exact_taken(product, k_ptr, skn, length, col, enter, mass, BT, D, DH)
-        else:
-            later = tl.where(step[:, None] <= step[None, :], 1.0, 0.0).to(OP)
-            taken = weight * tl.dot(later, asked.to(OP), input_precision=PREC)
-        store_rows(dk_ptr, step, sdn, col, present, taken, D, DH)
+            imag += own_sin
+    gate = inverse(1.0 + exp(-query))
+    phi = query * gate if SILU else query
+    if LRPE:
+        grad_phi = real * cos + imag * sin
+        lag = step[:, None] + (place % WINDOW) * BT
+        turn = tl.where(present[:, None], phi * (imag * cos - real * sin) * lag.to(tl.float32), 0.0)
+        store_vector(torque_ptr + at, col, tl.sum(turn, 0), D, DH)
+    else:
+        grad_phi = real
+    product = tl.where(present[:, None], phi * grad_phi, 0.0)
+    if SILU:
+        grad_phi *= gate * (1.0 + query * (1.0 - gate))
+    store_rows(dq_ptr, step, sdn, col, present, grad_phi, D, DH)
+    asked = product * scale
+    store_vector(pressure_ptr + at, col, tl.sum(asked, 0), D, DH)
+    if EXACT:
+        taken = exact_taken(product, k_ptr, skn, length, col, enter, mass, BT, D, DH)
+    else:
+        later = tl.where(step[:, None] <= step[None, :], 1.0, 0.0).to(OP)
+        taken = weight * tl.dot(later, asked.to(OP), input_precision=PREC)
+    store_rows(dk_ptr, step, sdn, col, present, taken, D, DH)
+
+
+@triton.jit
+def query_grads(
+    q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr, mass_ptr, flag_ptr,
+    pressure_ptr, torque_ptr, total,
+    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
+    LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """dq, pressure and part of dk, a slice of features a program. COUNT as in `triton_forward.outputs`."""
+    if COUNT == 0:
+        block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        part = tl.program_id(2)
+        if tl.load(flag_ptr + block * H + head) == 0:
+            query_grads_of(
+                block, head, part,
+                q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, kv_ptr,
+                enter_ptr, mass_ptr, pressure_ptr, torque_ptr,
+                sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+                D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, STAGES, False,
+            )  # fmt: skip
+    else:
+        start = tl.program_id(0).to(tl.int64) * COUNT
+        if some_flags(flag_ptr, start, total, COUNT):
+            for i in range(0, tl.minimum(total - start, COUNT)):
+                if tl.load(flag_ptr + start + i) != 0:
+                    for part in range(0, NH):
+                        query_grads_of(
+                            (start + i) // H, (start + i) % H, part,
+                            q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, kv_ptr,
+                            enter_ptr, mass_ptr, pressure_ptr, torque_ptr,
+                            sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+                            D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, 1, True,
+                        )  # fmt: skip
 
 
 @triton.jit
@@ -292,9 +354,9 @@ def scan_pressure(
             if base + i < blocks:
                 enter = tl.sum(tl.where(chosen, enters, 0.0), 0)
                 leave = tl.sum(tl.where(chosen, leaves, 0.0), 0)
-                total *= tl.exp(leave - unit)
+                total *= exp(leave - unit)
                 totals = tl.where(chosen, total[None, :], totals)
-                total = total * tl.exp(enter - leave) + tl.sum(tl.where(chosen, own, 0.0), 0)
+                total = total * exp(enter - leave) + tl.sum(tl.where(chosen, own, 0.0), 0)
                 unit = enter
         tl.store(pressure_ptr + at, totals, mask=ok)
     if INITIAL:
@@ -302,16 +364,15 @@ def scan_pressure(
 
 
 @triton.jit
-def key_value_grads(
-    q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, dv_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr, mass_ptr,
-    flag_ptr, pressure_ptr, torque_ptr,
-    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, seb, sen, seh, H,
+def key_grads_of(
+    block, head, part, q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr,
+    mass_ptr, pressure_ptr, torque_ptr,
+    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
     LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """dv, and dk, of which `query_grads` left a part there. One program a (block, head)."""
-    block = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    """dk, of which `query_grads` left a part there."""
     batch, first, length, place = load_block(blocks_ptr, block)
     step, vcol = tl.arange(0, BT), tl.arange(0, VP)
     present = step < length
@@ -320,63 +381,92 @@ def key_value_grads(
     v_ptr += batch * svb + first * svn + head * svh
     g_ptr += batch * sgb + first * sgn + head * sgh
     dk_ptr += batch * sdb + first * sdn + head * sdh
-    dv_ptr += batch * seb + first * sen + head * seh
     at = (block * H + head) * D
     grad_ptr += at * ((2 if LRPE else 1) * V)
-    flagged = any_flag(flag_ptr, block * H + head, NH)
+    col = part * DH + tl.arange(0, DH)
     value = load_rows(v_ptr, step, svn, vcol, present, V, VP).to(OP)
     upstream = load_rows(g_ptr, step, sgn, vcol, present, V, VP).to(OP)
     pairs = tl.dot(value, tl.trans(upstream), input_precision=PREC)  # [r, t]
     pairs = tl.where(step[:, None] <= step[None, :], pairs, 0.0)
+    state = load_matrix(grad_ptr, col, vcol, D, V, DH, VP)
+    real = tl.dot(value, tl.trans(state), input_precision=PREC)
+    if LRPE:
+        state = load_matrix(grad_ptr + D * V, col, vcol, D, V, DH, VP)
+        imag = tl.dot(value, tl.trans(state), input_precision=PREC)
+        cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
+        sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
+    enter, mass = load_vector(enter_ptr + at, col, D, DH), load_vector(mass_ptr + at, col, D, DH)
+    leave = load_vector(leave_ptr + at, col, D, DH)
+    weight = exp(load_keys(k_ptr, step, skn, col, present, D, DH) - leave[None, :])
+    if EXACT:
+        own, own_sin = exact_key_sums(
+            pairs, q_ptr, k_ptr, cos_ptr, sin_ptr, sqn, skn, head, length, col, enter, mass, BT, D, DH, LRPE, SILU
+        )  # fmt: skip
+        real = real * weight + own
+        if LRPE:
+            imag = imag * weight + own_sin
+    else:
+        query = load_rows(q_ptr, step, sqn, col, present, D, DH)
+        read = activated_over(query, running_mass(weight.to(OP), mass, BT, PREC), SILU)
+        if LRPE:
+            real = tl.dot(pairs.to(OP), (read * cos).to(OP), real, input_precision=PREC) * weight
+            imag = tl.dot(pairs.to(OP), (read * sin).to(OP), imag, input_precision=PREC) * weight
+        else:
+            real = tl.dot(pairs.to(OP), read.to(OP), real, input_precision=PREC) * weight
+    taken = load_rows(dk_ptr, step, sdn, col, present, D, DH).to(tl.float32)
+    taken += weight * load_vector(pressure_ptr + at, col, D, DH)[None, :]
+    if LRPE:
+        lag = step[:, None] + (place % WINDOW) * BT
+        turn = tl.where(present[:, None], (imag * cos - real * sin) * lag.to(tl.float32), 0.0)
+        store_vector(torque_ptr + at, col, tl.sum(turn, 0), D, DH)
+        real = real * cos + imag * sin
+    store_rows(dk_ptr, step, sdn, col, present, real - taken, D, DH)
+
+
+@triton.jit
+def value_grads_of(
+    block, head, q_ptr, k_ptr, g_ptr, dv_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr, mass_ptr,
+    sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
+    LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """dv: `outputs` the other way round."""
+    batch, first, length, _ = load_block(blocks_ptr, block)
+    step, vcol = tl.arange(0, BT), tl.arange(0, VP)
+    present = step < length
+    q_ptr += batch * sqb + first * sqn + head * sqh
+    k_ptr += batch * skb + first * skn + head * skh
+    g_ptr += batch * sgb + first * sgn + head * sgh
+    dv_ptr += batch * sdb + first * sdn + head * sdh
+    at = (block * H + head) * D
+    grad_ptr += at * ((2 if LRPE else 1) * V)
     out = tl.zeros([BT, VP], tl.float32)
     scores = tl.zeros([BT, BT], tl.float32)  # [r, t]
     for part in tl.range(0, NH, num_stages=STAGES):
         col = part * DH + tl.arange(0, DH)
-        enter, mass = load_vector(enter_ptr + at, col, D, DH), load_vector(mass_ptr + at, col, D, DH)
-        leave = load_vector(leave_ptr + at, col, D, DH)
-        keys = load_keys(k_ptr, step, skn, col, present, D, DH)
-        query = load_rows(q_ptr, step, sqn, col, present, D, DH)
+        leave, mass = load_vector(leave_ptr + at, col, D, DH), load_vector(mass_ptr + at, col, D, DH)
+        weight = exp(load_keys(k_ptr, step, skn, col, present, D, DH) - leave[None, :])
+        if not EXACT:
+            query = load_rows(q_ptr, step, sqn, col, present, D, DH)
+            read = activated_over(query, running_mass(weight.to(OP), mass, BT, PREC), SILU)
         state = load_matrix(grad_ptr, col, vcol, D, V, DH, VP)
-        weight = tl.exp(keys - leave[None, :])
-        if flagged:
-            read = tl.zeros([BT, DH], tl.float32)
-        else:
-            read = activated(query, SILU) / running_mass(weight.to(OP), mass, BT, PREC)
-        real = tl.dot(value, tl.trans(state), input_precision=PREC)
         if LRPE:
             cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
             sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
-            state_sin = load_matrix(grad_ptr + D * V, col, vcol, D, V, DH, VP)
-            imag = tl.dot(value, tl.trans(state_sin), input_precision=PREC)
             weight_cos, weight_sin = (weight * cos).to(OP), (weight * sin).to(OP)
-            read_cos, read_sin = (read * cos).to(OP), (read * sin).to(OP)
-            scores = tl.dot(weight_cos, tl.trans(read_cos), scores, input_precision=PREC)
-            scores = tl.dot(weight_sin, tl.trans(read_sin), scores, input_precision=PREC)
+            if not EXACT:
+                scores = tl.dot(weight_cos, tl.trans((read * cos).to(OP)), scores, input_precision=PREC)
+                scores = tl.dot(weight_sin, tl.trans((read * sin).to(OP)), scores, input_precision=PREC)
             out = tl.dot(weight_cos, state, out, input_precision=PREC)
-            out = tl.dot(weight_sin, state_sin, out, input_precision=PREC)
-            real = tl.dot(pairs.to(OP), read_cos, real, input_precision=PREC) * weight
-            imag = tl.dot(pairs.to(OP), read_sin, imag, input_precision=PREC) * weight
+            state = load_matrix(grad_ptr + D * V, col, vcol, D, V, DH, VP)
+            out = tl.dot(weight_sin, state, out, input_precision=PREC)
         else:
-            scores = tl.dot(weight.to(OP), tl.trans(read.to(OP)), scores, input_precision=PREC)
+            if not EXACT:
+                scores = tl.dot(weight.to(OP), tl.trans(read.to(OP)), scores, input_precision=PREC)
             out = tl.dot(weight.to(OP), state, out, input_precision=PREC)
-            real = tl.dot(pairs.to(OP), read.to(OP), real, input_precision=PREC) * weight
-        if flagged:
-            own, own_sin = exact_key_sums(
-                pairs, q_ptr, k_ptr, cos_ptr, sin_ptr, sqn, skn, head, length, col, enter, mass,
-                BT, D, DH, LRPE, SILU,
-            )  # fmt: skip
-            real += own
-            if LRPE:
-                imag += own_sin
-        taken = load_rows(dk_ptr, step, sdn, col, present, D, DH).to(tl.float32)
-        taken += weight * load_vector(pressure_ptr + at, col, D, DH)[None, :]
-        if LRPE:
-            lag = step[:, None] + (place % WINDOW) * BT
-            turn = tl.where(present[:, None], (imag * cos - real * sin) * lag.to(tl.float32), 0.0)
-            store_vector(torque_ptr + at, col, tl.sum(turn, 0), D, DH)
-            real = real * cos + imag * sin
-        store_rows(dk_ptr, step, sdn, col, present, real - taken, D, DH)
-    if flagged:
+    upstream = load_rows(g_ptr, step, sgn, vcol, present, V, VP).to(OP)
+    if EXACT:
         scores = exact_scores(
             q_ptr, k_ptr, enter_ptr + at, mass_ptr + at, cos_ptr, sin_ptr, sqn, skn, head, length,
             D, DH, NH, BT, LRPE, SILU, True,
@@ -384,4 +474,73 @@ def key_value_grads(
     else:
         scores = tl.where(step[:, None] <= step[None, :], scores, 0.0)
     out = tl.dot(scores.to(OP), upstream, out, input_precision=PREC)
-    store_rows(dv_ptr, step, sen, vcol, present, out, V, VP)
+    store_rows(dv_ptr, step, sdn, vcol, present, out, V, VP)
+
+
+@triton.jit
+def key_grads(
+    q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr, mass_ptr, flag_ptr,
+    pressure_ptr, torque_ptr, total,
+    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
+    LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """dk, a slice of features a program. COUNT as in `triton_forward.outputs`."""
+    if COUNT == 0:
+        block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        part = tl.program_id(2)
+        if tl.load(flag_ptr + block * H + head) == 0:
+            key_grads_of(
+                block, head, part,
+                q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr,
+                enter_ptr, leave_ptr, mass_ptr, pressure_ptr, torque_ptr,
+                sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+                D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, STAGES, False,
+            )  # fmt: skip
+    else:
+        start = tl.program_id(0).to(tl.int64) * COUNT
+        if some_flags(flag_ptr, start, total, COUNT):
+            for i in range(0, tl.minimum(total - start, COUNT)):
+                if tl.load(flag_ptr + start + i) != 0:
+                    for part in range(0, NH):
+                        key_grads_of(
+                            (start + i) // H, (start + i) % H, part,
+                            q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr,
+                            enter_ptr, leave_ptr, mass_ptr, pressure_ptr, torque_ptr,
+                            sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+                            D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, 1, True,
+                        )  # fmt: skip
+
+
+@triton.jit
+def value_grads(
+    q_ptr, k_ptr, g_ptr, dv_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr, mass_ptr, flag_ptr, total,
+    sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
+    LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """dv. COUNT as in `triton_forward.outputs`."""
+    if COUNT == 0:
+        block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        if tl.load(flag_ptr + block * H + head) == 0:
+            value_grads_of(
+                block, head,
+                q_ptr, k_ptr, g_ptr, dv_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr,
+                mass_ptr,
+                sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+                D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, STAGES, False,
+            )  # fmt: skip
+    else:
+        start = tl.program_id(0).to(tl.int64) * COUNT
+        if some_flags(flag_ptr, start, total, COUNT):
+            for i in range(0, tl.minimum(total - start, COUNT)):
+                if tl.load(flag_ptr + start + i) != 0:
+                    value_grads_of(
+                        (start + i) // H, (start + i) % H,
+                        q_ptr, k_ptr, g_ptr, dv_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr,
+                        mass_ptr,
+                        sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+                        D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, 1, True,
+                    )  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_parts import activated, load_angles, load_keys, load_vector
+from .triton_parts import activated, exp, load_angles, load_keys, load_vector
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def next_mass(k_ptr, stride, t, col, top, total, D: tl.constexpr, DH: tl.constex
     """Running maximum and s_t (in units of exp(maximum)) with token t added; vectors [DH]."""
     key = load_vector(k_ptr + t * stride, col, D, DH).to(tl.float32)
     new = tl.maximum(top, key)
-    return new, total * tl.exp(top - new) + tl.exp(key - new)
+    return new, total * exp(top - new) + exp(key - new)
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def exact_scale(k_ptr, stride, count, col, enter, mass, BT: tl.constexpr, D: tl.
     top, total = enter, mass
     for t in range(0, count):
         top, total = next_mass(k_ptr, stride, t, col, top, total, D, DH)
-        scale = tl.where((step == t)[:, None], (tl.exp(enter - top) / total)[None, :], scale)
+        scale = tl.where((step == t)[:, None], (exp(enter - top) / total)[None, :], scale)
     return scale
 
 
@@ -54,7 +54,7 @@ def exact_scores(
         for t in range(0, count):
             top, total = next_mass(k_ptr, skn, t, col, top, total, D, DH)
             phi = activated(load_vector(q_ptr + t * sqn, col, D, DH), SILU) / total
-            weight = tl.where((step <= t)[:, None], tl.exp(keys - top[None, :]), 0.0) * phi[None, :]
+            weight = tl.where((step <= t)[:, None], exp(keys - top[None, :]), 0.0) * phi[None, :]
             if LRPE:
                 cos_t = load_vector(cos_ptr + (head * BT + t) * D, col, D, DH).to(tl.float32)
                 sin_t = load_vector(sin_ptr + (head * BT + t) * D, col, D, DH).to(tl.float32)
@@ -85,7 +85,7 @@ def exact_query_sums(
         top, total = next_mass(k_ptr, skn, t, col, top, total, D, DH)
         here = (step == t)[:, None]
         of_keys = tl.sum(tl.where(here, pairs, 0.0), 0)  # [r]
-        weight = tl.where((step <= t)[:, None], tl.exp(keys - top[None, :]), 0.0) * of_keys[:, None]
+        weight = tl.where((step <= t)[:, None], exp(keys - top[None, :]), 0.0) * of_keys[:, None]
         if LRPE:
             real = tl.where(here, (tl.sum(weight * cos, 0) / total)[None, :], real)
             imag = tl.where(here, (tl.sum(weight * sin, 0) / total)[None, :], imag)
@@ -106,7 +106,7 @@ def exact_taken(
     for t in range(0, count):
         top, total = next_mass(k_ptr, skn, t, col, top, total, D, DH)
         asked = tl.sum(tl.where((step == t)[:, None], product, 0.0), 0) / total
-        taken += tl.where((step <= t)[:, None], tl.exp(keys - top[None, :]), 0.0) * asked[None, :]
+        taken += tl.where((step <= t)[:, None], exp(keys - top[None, :]), 0.0) * asked[None, :]
     return taken
 
 
@@ -125,7 +125,7 @@ def exact_key_sums(
         top, total = next_mass(k_ptr, skn, t, col, top, total, D, DH)
         of_query = tl.sum(tl.where((step == t)[None, :], pairs, 0.0), 1)  # [r]
         phi = activated(load_vector(q_ptr + t * sqn, col, D, DH), SILU) / total
-        weight = tl.where((step <= t)[:, None], tl.exp(keys - top[None, :]), 0.0) * of_query[:, None] * phi[None, :]
+        weight = tl.where((step <= t)[:, None], exp(keys - top[None, :]), 0.0) * of_query[:, None] * phi[None, :]
         if LRPE:
             real += weight * load_vector(cos_ptr + (head * BT + t) * D, col, D, DH).to(tl.float32)[None, :]
             imag += weight * load_vector(sin_ptr + (head * BT + t) * D, col, D, DH).to(tl.float32)[None, :]

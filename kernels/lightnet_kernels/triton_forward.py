@@ -4,10 +4,10 @@ A sequence's blocks are cut into spans, one program's chain; a short sequence is
 block, p a span, h a head:
   enter, leave[b, h, D]  the block's units (float32)
   mass[b, h, D]          sum exp(k) of all earlier tokens of the sequence in units of exp(enter)
-  flag[b, h, slice]      1 where the block needs the exact form
+  flag[b, h]             1 where the block needs the exact form
   kv[b, h, (2,) D, V]    the state that the block finds, in units of exp(enter), angle 0 at its first token
-  span_max, span_sum[p, h, D], span_kv[p, h, (2,) D, V]  float32, what a span adds, in units of exp(span_max), angle 0 at
-                         the token after it; after `scan_spans` what it finds
+  span_kv[p, h, (2,) D, V]  float32, what a span adds, in units of exp(leave) of its last block, angle 0 at the token
+                         after it; after `scan_spans` what it finds, in units of exp(leave) of the block before it
 """
 
 # What Triton compiles is not quite Python: types change between uses.
@@ -22,7 +22,8 @@ from .triton_exact import exact_scale, exact_scores
 from .triton_parts import (
     SAFE_GROWTH,
     activated,
-    any_flag,
+    activated_over,
+    exp,
     fade,
     load_angles,
     load_block,
@@ -31,6 +32,7 @@ from .triton_parts import (
     load_rows,
     load_vector,
     running_mass,
+    some_flags,
     store_matrix,
     store_rows,
     store_vector,
@@ -74,99 +76,159 @@ def fill_angles(
 
 
 @triton.jit
+def block_peaks(
+    k_ptr, blocks_ptr, first_ptr, peak_ptr, sum_ptr, skb, skn, skh, H,
+    D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Every block on its own: its first key, its greatest, and sum exp(k) in units of exp(greatest). One program a
+    (block, head)."""
+    block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, first, length, _ = load_block(blocks_ptr, block)
+    step, col = tl.arange(0, BT), tl.arange(0, DP)
+    k_ptr += batch * skb + first * skn + head * skh
+    keys = load_keys(k_ptr, step, skn, col, step < length, D, DP)
+    peak = tl.max(keys, 0)
+    at = (block * H + head) * D
+    store_vector(first_ptr + at, col, load_vector(k_ptr, col, D, DP).to(tl.float32), D, DP)
+    store_vector(peak_ptr + at, col, peak, D, DP)
+    store_vector(sum_ptr + at, col, tl.sum(exp(keys - peak[None, :]), 0), D, DP)
+
+
+@triton.jit
+def scan_units(
+    sequences_ptr, enter_ptr, leave_ptr, mass_ptr, flag_ptr, max0_ptr, sum0_ptr, max_ptr, sum_ptr, H,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    """enter, leave, mass and flag of a sequence's blocks in place of their first and greatest keys and sums. One
+    program a (sequence, head)."""
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start = tl.load(sequences_ptr + sequence * 2).to(tl.int64)
+    blocks = tl.load(sequences_ptr + sequence * 2 + 1)
+    col, step = tl.arange(0, DP), tl.arange(0, ROWS)
+    state = (sequence * H + head) * D
+    if INITIAL:
+        top = load_vector(max0_ptr + state, col, D, DP)
+        total = load_vector(sum0_ptr + state, col, D, DP)
+    else:
+        top = tl.full([DP], float("-inf"), tl.float32)
+        total = tl.zeros([DP], tl.float32)
+    for base in range(0, blocks, ROWS):
+        row = base + step
+        at = ((start + row) * H + head)[:, None] * D + col[None, :]
+        ok = (row < blocks)[:, None] & (col < D)[None, :]
+        firsts = tl.load(enter_ptr + at, mask=ok, other=0.0)
+        peaks = tl.load(leave_ptr + at, mask=ok, other=float("-inf"))
+        sums = tl.load(mass_ptr + at, mask=ok, other=0.0)
+        tops = tl.zeros([ROWS, DP], tl.float32)  # before each block
+        totals = tl.zeros([ROWS, DP], tl.float32)
+        for i in tl.static_range(ROWS):
+            chosen = (step == i)[:, None]
+            tops = tl.where(chosen, top[None, :], tops)
+            totals = tl.where(chosen, total[None, :], totals)
+            peak = tl.max(tl.where(chosen, peaks, float("-inf")), 0)
+            new = tl.maximum(top, peak)
+            total = total * fade(top, new) + tl.sum(tl.where(chosen, sums, 0.0), 0) * fade(peak, new)
+            top = new
+        low = tl.maximum(tops, firsts)
+        high = tl.maximum(tops, peaks)
+        fast = high - low > SAFE_GROWTH
+        enter = tl.where(fast, low, low + 0.5 * (high - low))
+        tl.store(enter_ptr + at, enter, mask=ok)
+        tl.store(leave_ptr + at, tl.where(fast, high, enter), mask=ok)
+        tl.store(mass_ptr + at, totals * fade(tops, enter), mask=ok)
+        flagged = tl.max((fast & ok).to(tl.int32), 1)
+        tl.store(flag_ptr + (start + row) * H + head, flagged, mask=row < blocks)
+    if FINAL:
+        if blocks > 0:
+            store_vector(max_ptr + state, col, top, D, DP)
+            store_vector(sum_ptr + state, col, total, D, DP)
+
+
+@triton.jit
 def chain_states(
-    k_ptr, v_ptr, spans_ptr, cos_ptr, sin_ptr, turn_ptr, kv_ptr, enter_ptr, leave_ptr, mass_ptr, flag_ptr,
-    from_max_ptr, from_sum_ptr, from_kv_ptr, to_max_ptr, to_sum_ptr, to_kv_ptr,
-    skb, skn, skh, svb, svn, svh, H,
-    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
+    k_ptr, v_ptr, spans_ptr, cos_ptr, sin_ptr, turn_ptr, kv_ptr, enter_ptr, leave_ptr, max0_ptr, max_ptr, from_ptr,
+    to_ptr, skb, skn, skh, svb, svn, svh, H,
+    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VB: tl.constexpr, BT: tl.constexpr,
     LRPE: tl.constexpr, FROM: tl.constexpr, BLOCKS: tl.constexpr, TO: tl.constexpr, OP: tl.constexpr,
     PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A span's blocks in turn, from the state in `from` (FROM: 1, one a span, 2, one a sequence, 0, none). With BLOCKS every
-    block's units and state are kept. TO: 1, the state at the end is kept for every span, 2, for each sequence's last.
-    One program a (span, head, slice of features)."""
+    """A span's blocks in turn, from the kv in `from` (FROM: 1, one a span, 2, the initial one of each sequence, 0, none).
+    With BLOCKS every block's kv is kept. TO: 1, kv at the end is kept for every span, 2, for each sequence's last, in
+    units of exp(max). One program a (span, head, slice of features and slice of VB value features)."""
     span = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    part = tl.program_id(2)
-    batch, first, length, block, place, sequence, last = load_span(spans_ptr, span)
-    step, vcol = tl.arange(0, BT), tl.arange(0, VP)
-    col = part * DH + tl.arange(0, DH)
+    batch, first, length, block, _, sequence, last = load_span(spans_ptr, span)
+    step, vcol = tl.arange(0, BT), (tl.program_id(2) // NH) * VB + tl.arange(0, VB)
+    col = (tl.program_id(2) % NH) * DH + tl.arange(0, DH)
     SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
     k_ptr += batch * skb + head * skh
     v_ptr += batch * svb + head * svh
-    real = tl.zeros([DH, VP], tl.float32)
-    imag = tl.zeros([DH, VP], tl.float32)
-    mass = tl.zeros([DH], tl.float32)
-    top = tl.full([DH], float("-inf"), tl.float32)  # running maximum
+    at = (block * H + head) * D
+    real = tl.zeros([DH, VB], tl.float32)
+    imag = tl.zeros([DH, VB], tl.float32)
+    unit = load_vector(enter_ptr + at, col, D, DH)  # of the state
     if FROM:
-        source = (span if FROM == 1 else sequence) * H + head
-        top = load_vector(from_max_ptr + source * D, col, D, DH)
-        mass = load_vector(from_sum_ptr + source * D, col, D, DH)
-        real = load_matrix(from_kv_ptr + source * SIZE, col, vcol, D, V, DH, VP)
+        source = ((span if FROM == 1 else sequence) * H + head) * SIZE
+        real = load_matrix(from_ptr + source, col, vcol, D, V, DH, VB)
         if LRPE:
-            imag = load_matrix(from_kv_ptr + source * SIZE + D * V, col, vcol, D, V, DH, VP)
-    unit = top  # of the state
+            imag = load_matrix(from_ptr + source + D * V, col, vcol, D, V, DH, VB)
+        if FROM == 2:
+            unit = load_vector(max0_ptr + (sequence * H + head) * D, col, D, DH)
+        elif tl.load(spans_ptr + span * SPAN_FIELDS + 4) > 0:
+            unit = load_vector(leave_ptr + at - H * D, col, D, DH)
+        elif max0_ptr is not None:
+            unit = load_vector(max0_ptr + (sequence * H + head) * D, col, D, DH)
     if LRPE:
         cos_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D), col, D, DH)
         sin_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D) + D, col, D, DH)
         cos_turn, sin_turn = tl.full([DH], 1.0, tl.float32), tl.zeros([DH], tl.float32)
-        cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
-        sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
     for i in tl.range(0, tl.cdiv(length, BT), num_stages=STAGES):
         present = i * BT + step < length
         keys = load_keys(k_ptr + (first + i * BT) * skn, step, skn, col, present, D, DH)
-        value = load_rows(v_ptr + (first + i * BT) * svn, step, svn, vcol, present, V, VP).to(OP)
-        low = tl.maximum(top, tl.sum(tl.where(step[:, None] == 0, keys, 0.0), 0))
-        top = tl.maximum(top, tl.max(keys, 0))
-        growth = top - low
-        fast = growth > SAFE_GROWTH
-        enter = tl.where(fast, low, low + 0.5 * growth)
-        leave = tl.where(fast, top, enter)
+        value = load_rows(v_ptr + (first + i * BT) * svn, step, svn, vcol, present, V, VB).to(OP)
+        enter, leave = load_vector(enter_ptr + at, col, D, DH), load_vector(leave_ptr + at, col, D, DH)
         faded = fade(unit, enter)
-        mass *= faded
-        real *= faded[:, None]
         if LRPE:
-            imag *= faded[:, None]
-            real, imag = turned(real, imag, cos_turn, sin_turn)
+            real, imag = turned(real, imag, cos_turn * faded, sin_turn * faded)
             cos_turn, sin_turn = cos_on, sin_on
-        if BLOCKS:
-            at = ((block + i) * H + head) * D
-            store_vector(enter_ptr + at, col, enter, D, DH)
-            store_vector(leave_ptr + at, col, leave, D, DH)
-            store_vector(mass_ptr + at, col, mass, D, DH)
-            tl.store(flag_ptr + ((block + i) * H + head) * NH + part, tl.max(fast.to(tl.int32), 0))
-            store_matrix(kv_ptr + ((block + i) * H + head) * SIZE, col, vcol, real, D, V, DH, VP)
-            if LRPE:
-                store_matrix(kv_ptr + ((block + i) * H + head) * SIZE + D * V, col, vcol, imag, D, V, DH, VP)
-        moved = tl.exp(enter - leave)
-        weight = tl.exp(keys - leave[None, :])
-        mass = mass * moved + tl.sum(weight, 0)
-        if LRPE:
-            real = tl.dot(tl.trans((weight * cos).to(OP)), value, real * moved[:, None], input_precision=PREC)
-            imag = tl.dot(tl.trans((weight * sin).to(OP)), value, imag * moved[:, None], input_precision=PREC)
         else:
-            real = tl.dot(tl.trans(weight.to(OP)), value, real * moved[:, None], input_precision=PREC)
+            real *= faded[:, None]
+        if BLOCKS:
+            store_matrix(kv_ptr + at * (SIZE // D), col, vcol, real, D, V, DH, VB)
+            if LRPE:
+                store_matrix(kv_ptr + at * (SIZE // D) + D * V, col, vcol, imag, D, V, DH, VB)
+        moved = exp(enter - leave)[:, None]
+        weight = exp(keys - leave[None, :])
+        if LRPE:
+            cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
+            sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
+            real = tl.dot(tl.trans((weight * cos).to(OP)), value, real * moved, input_precision=PREC)
+            imag = tl.dot(tl.trans((weight * sin).to(OP)), value, imag * moved, input_precision=PREC)
+        else:
+            real = tl.dot(tl.trans(weight.to(OP)), value, real * moved, input_precision=PREC)
         unit = leave
+        at += H * D
     if TO == 1 or (TO == 2 and last != 0):
-        target = (span if TO == 1 else sequence) * H + head
-        faded = tl.exp(unit - top)
-        real *= faded[:, None]
+        target = ((span if TO == 1 else sequence) * H + head) * SIZE
+        faded = tl.full([DH], 1.0, tl.float32)
+        if TO == 2:
+            faded = exp(unit - load_vector(max_ptr + (sequence * H + head) * D, col, D, DH))
         if LRPE:
             count = length - (tl.cdiv(length, BT) - 1) * BT
             cos_turn = load_vector(turn_ptr + (head * (BT + 1) + count) * (2 * D), col, D, DH)
             sin_turn = load_vector(turn_ptr + (head * (BT + 1) + count) * (2 * D) + D, col, D, DH)
-            imag *= faded[:, None]
-            real, imag = turned(real, imag, cos_turn, sin_turn)
-            store_matrix(to_kv_ptr + target * SIZE + D * V, col, vcol, imag, D, V, DH, VP)
-        store_vector(to_max_ptr + target * D, col, top, D, DH)
-        store_vector(to_sum_ptr + target * D, col, mass * faded, D, DH)
-        store_matrix(to_kv_ptr + target * SIZE, col, vcol, real, D, V, DH, VP)
+            real, imag = turned(real, imag, cos_turn * faded, sin_turn * faded)
+            store_matrix(to_ptr + target + D * V, col, vcol, imag, D, V, DH, VB)
+        else:
+            real *= faded[:, None]
+        store_matrix(to_ptr + target, col, vcol, real, D, V, DH, VB)
 
 
 @triton.jit
 def scan_spans(
-    sequences_ptr, span_max_ptr, span_sum_ptr, span_kv_ptr, move_ptr, max0_ptr, sum0_ptr, kv0_ptr, H,
-    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, LRPE: tl.constexpr, INITIAL: tl.constexpr,
+    sequences_ptr, spans_ptr, enter_ptr, leave_ptr, span_kv_ptr, move_ptr, max0_ptr, kv0_ptr, H,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, LRPE: tl.constexpr,
+    INITIAL: tl.constexpr,
 ):  # fmt: skip
     """From what each span adds to what it finds, in place. `move` [2, H, D]: cos and sin of a span's tokens. One
     program a (sequence, head, slice of features)."""
@@ -177,48 +239,44 @@ def scan_spans(
     SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
     real = tl.zeros([BD, VP], tl.float32)
     imag = tl.zeros([BD, VP], tl.float32)
-    mass = tl.zeros([BD], tl.float32)
-    top = tl.full([BD], float("-inf"), tl.float32)
+    unit = tl.full([BD], float("-inf"), tl.float32)
     if INITIAL:
         state = sequence * H + head
-        top = load_vector(max0_ptr + state * D, row, D, BD)
-        mass = load_vector(sum0_ptr + state * D, row, D, BD)
+        unit = load_vector(max0_ptr + state * D, row, D, BD)
         real = load_matrix(kv0_ptr + state * SIZE, row, vcol, D, V, BD, VP)
         if LRPE:
             imag = load_matrix(kv0_ptr + state * SIZE + D * V, row, vcol, D, V, BD, VP)
     if LRPE:
         cos, sin = load_vector(move_ptr + head * D, row, D, BD), load_vector(move_ptr + (H + head) * D, row, D, BD)
     for i in range(0, spans):
+        _, _, length, block, _, _, _ = load_span(spans_ptr, start + i)
         at = (start + i) * H + head
-        peak = load_vector(span_max_ptr + at * D, row, D, BD)
-        added = load_vector(span_sum_ptr + at * D, row, D, BD)
+        leave = load_vector(leave_ptr + ((block + tl.cdiv(length, BT) - 1) * H + head) * D, row, D, BD)
         real_added = load_matrix(span_kv_ptr + at * SIZE, row, vcol, D, V, BD, VP)
-        store_vector(span_max_ptr + at * D, row, top, D, BD)
-        store_vector(span_sum_ptr + at * D, row, mass, D, BD)
         store_matrix(span_kv_ptr + at * SIZE, row, vcol, real, D, V, BD, VP)
-        new = tl.maximum(top, peak)
-        faded, entered = fade(top, new), fade(peak, new)
-        mass = mass * faded + added * entered
-        top = new
+        faded = fade(unit, leave)
+        unit = leave
         if LRPE:
             imag_added = load_matrix(span_kv_ptr + at * SIZE + D * V, row, vcol, D, V, BD, VP)
             store_matrix(span_kv_ptr + at * SIZE + D * V, row, vcol, imag, D, V, BD, VP)
-            real, imag = turned(real, imag, cos, sin)  # by a full span: the last one's sum is not used
-            imag = imag * faded[:, None] + imag_added * entered[:, None]
-        real = real * faded[:, None] + real_added * entered[:, None]
+            # By a full span: the sum after the last one, which may be short, is not used.
+            real, imag = turned(real, imag, cos * faded, sin * faded)
+            imag += imag_added
+            real += real_added
+        else:
+            real = real * faded[:, None] + real_added
 
 
 @triton.jit
-def outputs(
-    q_ptr, k_ptr, v_ptr, o_ptr, blocks_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr, mass_ptr, flag_ptr,
+def outputs_of(
+    block, head, q_ptr, k_ptr, v_ptr, o_ptr, blocks_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr, mass_ptr,
     sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sob, son, soh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
     LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The block against itself and the state that it finds. One program a (block, head)."""
-    block = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    batch, first, length, place = load_block(blocks_ptr, block)
+    """The block against itself and the state that it finds."""
+    batch, first, length, _ = load_block(blocks_ptr, block)
     step, vcol = tl.arange(0, BT), tl.arange(0, VP)
     present = step < length
     q_ptr += batch * sqb + first * sqn + head * sqh
@@ -227,40 +285,71 @@ def outputs(
     o_ptr += batch * sob + first * son + head * soh
     at = (block * H + head) * D
     kv_ptr += at * ((2 if LRPE else 1) * V)
-    flagged = any_flag(flag_ptr, block * H + head, NH)
     out = tl.zeros([BT, VP], tl.float32)
     scores = tl.zeros([BT, BT], tl.float32)
     for part in tl.range(0, NH, num_stages=STAGES):
         col = part * DH + tl.arange(0, DH)
         enter, mass = load_vector(enter_ptr + at, col, D, DH), load_vector(mass_ptr + at, col, D, DH)
-        keys = load_keys(k_ptr, step, skn, col, present, D, DH)
-        query = load_rows(q_ptr, step, sqn, col, present, D, DH)
-        if flagged:
-            weight = tl.zeros([BT, DH], tl.float32)
+        if EXACT:
             read = exact_scale(k_ptr, skn, length, col, enter, mass, BT, D, DH)
+            read *= activated(load_rows(q_ptr, step, sqn, col, present, D, DH), SILU)
         else:
-            weight = tl.exp(keys - enter[None, :])
-            read = 1.0 / running_mass(weight.to(OP), mass, BT, PREC)
-        read *= activated(query, SILU)
+            weight = exp(load_keys(k_ptr, step, skn, col, present, D, DH) - enter[None, :])
+            query = load_rows(q_ptr, step, sqn, col, present, D, DH)
+            read = activated_over(query, running_mass(weight.to(OP), mass, BT, PREC), SILU)
         state = load_matrix(kv_ptr, col, vcol, D, V, DH, VP)
         if LRPE:
             cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
             sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
-            state_sin = load_matrix(kv_ptr + D * V, col, vcol, D, V, DH, VP)
             read_cos, read_sin = (read * cos).to(OP), (read * sin).to(OP)
-            scores = tl.dot(read_cos, tl.trans((weight * cos).to(OP)), scores, input_precision=PREC)
-            scores = tl.dot(read_sin, tl.trans((weight * sin).to(OP)), scores, input_precision=PREC)
+            if not EXACT:
+                scores = tl.dot(read_cos, tl.trans((weight * cos).to(OP)), scores, input_precision=PREC)
+                scores = tl.dot(read_sin, tl.trans((weight * sin).to(OP)), scores, input_precision=PREC)
             out = tl.dot(read_cos, state, out, input_precision=PREC)
-            out = tl.dot(read_sin, state_sin, out, input_precision=PREC)
+            state = load_matrix(kv_ptr + D * V, col, vcol, D, V, DH, VP)
+            out = tl.dot(read_sin, state, out, input_precision=PREC)
         else:
-            scores = tl.dot(read.to(OP), tl.trans(weight.to(OP)), scores, input_precision=PREC)
+            if not EXACT:
+                scores = tl.dot(read.to(OP), tl.trans(weight.to(OP)), scores, input_precision=PREC)
             out = tl.dot(read.to(OP), state, out, input_precision=PREC)
     value = load_rows(v_ptr, step, svn, vcol, present, V, VP).to(OP)
-    scores = tl.where(step[:, None] >= step[None, :], scores, 0.0)
-    if flagged:
+    if EXACT:
         scores = exact_scores(
             q_ptr, k_ptr, enter_ptr + at, mass_ptr + at, cos_ptr, sin_ptr, sqn, skn, head, length,
             D, DH, NH, BT, LRPE, SILU, False,
         )  # fmt: skip
+    else:
+        scores = tl.where(step[:, None] >= step[None, :], scores, 0.0)
     out = tl.dot(scores.to(OP), value, out, input_precision=PREC)
     store_rows(o_ptr, step, son, vcol, present, out, V, VP)
+
+
+@triton.jit
+def outputs(
+    q_ptr, k_ptr, v_ptr, o_ptr, blocks_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr, mass_ptr, flag_ptr, total,
+    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sob, son, soh, H,
+    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
+    LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """Outputs. COUNT 0: one program a (block, head), for those in the fast form; else the exact form, for those of
+    COUNT (block, head) of `total` that need it, one after the other."""
+    if COUNT == 0:
+        block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        if tl.load(flag_ptr + block * H + head) == 0:
+            outputs_of(
+                block, head, q_ptr, k_ptr, v_ptr, o_ptr, blocks_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr, mass_ptr,
+                sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sob, son, soh, H,
+                D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, STAGES, False,
+            )  # fmt: skip
+    else:
+        start = tl.program_id(0).to(tl.int64) * COUNT
+        if some_flags(flag_ptr, start, total, COUNT):
+            for i in range(0, tl.minimum(total - start, COUNT)):
+                if tl.load(flag_ptr + start + i) != 0:
+                    outputs_of(
+                        (start + i) // H, (start + i) % H, q_ptr, k_ptr, v_ptr, o_ptr, blocks_ptr, cos_ptr, sin_ptr,
+                        kv_ptr, enter_ptr, mass_ptr,
+                        sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sob, son, soh, H,
+                        D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, 1, True,
+                    )  # fmt: skip

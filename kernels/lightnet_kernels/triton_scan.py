@@ -23,6 +23,7 @@ from .triton_tables import WINDOW, Tables, tables
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SLICE = 64  # DH
+EXACT = 32  # (block, head) that one program of the exact form looks at
 
 
 class Shape(NamedTuple):
@@ -48,6 +49,16 @@ class Shape(NamedTuple):
         return max(64, triton.next_power_of_2(self.V))
 
     @property
+    def value_slice(self) -> int:
+        """Value features of one chain: with both halves of a doubled state no more than its registers hold."""
+        return 64 if self.double or self.wide else self.value_width
+
+    @property
+    def chains(self) -> int:
+        """Programs that share a span of one head."""
+        return self.slices * triton.cdiv(self.V, self.value_slice)
+
+    @property
     def operand(self) -> torch.dtype:
         return torch.float32 if self.wide else torch.bfloat16  # float16 tensors want bfloat16's range
 
@@ -55,11 +66,17 @@ class Shape(NamedTuple):
         """Arguments of a kernel of blocks: widths, operands, and how it is launched, by rule: nothing is tuned."""
         stages = LAUNCH[name][1 if self.double else 0]
         return {
-            "D": self.D, "V": self.V, "DH": SLICE, "NH": self.slices, "VP": self.value_width, "BT": BLOCK,
+            "D": self.D, "V": self.V, "DH": SLICE, "NH": self.slices, "BT": BLOCK,
+            **({"VB": self.value_slice} if name.startswith("chain") else {"VP": self.value_width}),
             "LRPE": self.double, "OP": tl.float32 if self.wide else tl.bfloat16,
             "PREC": "tf32x3" if self.wide else "ieee", "STAGES": 1 if self.wide else stages,
             "num_warps": 4,
         }  # fmt: skip
+
+    def grids(self, table: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """Grids of a kernel of blocks and its COUNT: the fast form, then the exact form where blocks need it."""
+        blocks = table.blocks.shape[0]
+        return ((blocks, self.heads, self.slices), 0), ((triton.cdiv(blocks * self.heads, EXACT), 1, 1), EXACT)
 
     def of_states(self) -> dict[str, Any]:
         """Arguments of a scan over spans."""
@@ -73,7 +90,8 @@ LAUNCH = {
     "outputs": (2, 1),
     "chain_grads": (2, 2),
     "query_grads": (1, 1),
-    "key_value_grads": (1, 1),
+    "key_grads": (1, 1),
+    "value_grads": (2, 1),
 }
 
 
@@ -142,35 +160,43 @@ def block_states(
     initial: tuple[Tensor, ...] | None,
     final: tuple[Tensor, ...] | None,
 ) -> Blocks:
-    """The forward chains. `initial` and `final`: max, sum and kv, float32; `final` is written where tokens are."""
-    blocks, heads, device = table.blocks.shape[0], shape.heads, key.device
+    """Units and states. `initial` and `final`: max, sum and kv, float32; `final` is written where tokens are."""
+    blocks, heads, device, kernels = table.blocks.shape[0], shape.heads, key.device, forward_kernels
     kv = torch.empty(blocks, heads, shape.rows, shape.V, dtype=shape.operand, device=device)
     enter, leave, mass = torch.empty(3, blocks, heads, shape.D, device=device).unbind(0)
-    flag = torch.empty(blocks, heads, shape.slices, dtype=torch.int32, device=device)
-    found = Blocks(kv, enter, leave, mass, flag)
+    found = Blocks(kv, enter, leave, mass, torch.empty(blocks, heads, dtype=torch.int32, device=device))
     if not blocks or not heads:
         return found
-    spans = table.spans.shape[0]
+    spans, sequences = table.spans.shape[0], table.lengths.shape[0]
+    padded = {"D": shape.D, "DP": triton.next_power_of_2(shape.D)}
+    kernels.block_peaks[(blocks, heads)](
+        key, table.blocks, enter, leave, mass, *strides(key), heads, BT=BLOCK, num_warps=4, **padded
+    )
+    max0, sum0, kv0 = initial or (None,) * 3
+    top, total, last = final or (None,) * 3
+    kernels.scan_units[(sequences, heads)](
+        table.block_ranges, enter, leave, mass, found.flag, max0, sum0, top, total, heads, ROWS=16, num_warps=1,
+        INITIAL=initial is not None, FINAL=final is not None, **padded,
+    )  # fmt: skip
 
-    def run(before: tuple[Tensor, ...] | None, after: tuple[Tensor, ...] | None, **which: int) -> None:
-        forward_kernels.chain_states[(spans, heads, shape.slices)](
-            key, value, table.spans, *angles, kv, enter, leave, mass, flag, *(before or (None,) * 3),
-            *(after or (None,) * 3), *strides(key, value), heads, **which, **shape.of("chain_states"),
+    def run(before: Tensor | None, after: Tensor | None, **which: int) -> None:
+        kernels.chain_states[(spans, heads, shape.chains)](
+            key, value, table.spans, *angles, kv, enter, leave, max0, top, before, after, *strides(key, value), heads,
+            **which, **shape.of("chain_states"),
         )  # fmt: skip
 
     to = 0 if final is None else 2
     if not table.chained:
-        run(initial, final, FROM=0 if initial is None else 2, BLOCKS=1, TO=to)
+        run(kv0, last, FROM=0 if initial is None else 2, BLOCKS=1, TO=to)
         return found
-    top, total = torch.empty(2, spans, heads, shape.D, device=device).unbind(0)
-    held = (top, total, torch.empty(spans, heads, shape.rows, shape.V, device=device))
+    held = torch.empty(spans, heads, shape.rows, shape.V, device=device)
     run(None, held, FROM=0, BLOCKS=0, TO=1)
     arguments = shape.of_states()
-    forward_kernels.scan_spans[(table.lengths.shape[0], heads, triton.cdiv(shape.D, arguments["BD"]))](
-        table.span_ranges, *held, span_moves(theta, table), *(initial or (None,) * 3), heads,
-        INITIAL=initial is not None, **arguments,
+    kernels.scan_spans[(sequences, heads, triton.cdiv(shape.D, arguments["BD"]))](
+        table.span_ranges, table.spans, enter, leave, held, span_moves(theta, table), max0, kv0, heads,
+        BT=BLOCK, INITIAL=initial is not None, **arguments,
     )  # fmt: skip
-    run(held, final, FROM=1, BLOCKS=1, TO=to)
+    run(held, last, FROM=1, BLOCKS=1, TO=to)
     return found
 
 
@@ -186,17 +212,19 @@ def forward(
 ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
     """Output [B, N, H, Dv], contiguous, and, if asked for, the state's max, sum and kv."""
     shape = shape_of(query, value, theta, silu)
-    table = tables(*query.shape[:2], bounds, BLOCK, shape.heads * shape.slices, query.device)
+    table = tables(*query.shape[:2], bounds, BLOCK, shape.heads * shape.chains, query.device)
     query, key, value = rows_of(query), rows_of(key), rows_of(value)
     output = torch.empty_like(value, memory_format=torch.contiguous_format)
     final = _empty_states(initial, table, shape, query.device) if return_state else None
     angles = fill_angles(theta, shape)
     found = block_states(key, value, theta, shape, table, angles, initial, final)
     if table.blocks.shape[0] and shape.heads:
-        forward_kernels.outputs[(table.blocks.shape[0], shape.heads)](
-            query, key, value, output, table.blocks, angles.cos, angles.sin, found.kv, found.enter, found.mass,
-            found.flag, *strides(query, key, value, output), shape.heads, SILU=silu, **shape.of("outputs"),
-        )  # fmt: skip
+        for grid, count in shape.grids(table):
+            forward_kernels.outputs[(*grid[:2], 1)](
+                query, key, value, output, table.blocks, angles.cos, angles.sin, found.kv, found.enter, found.mass,
+                found.flag, table.blocks.shape[0] * shape.heads, *strides(query, key, value, output), shape.heads,
+                SILU=silu, COUNT=count, **shape.of("outputs"),
+            )  # fmt: skip
     return output, final
 
 
@@ -236,7 +264,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of query, key, value, theta, and of the initial state's sum and kv."""
     shape = shape_of(query, value, theta, silu)
-    table = tables(*query.shape[:2], bounds, BLOCK, shape.heads * shape.slices, query.device)
+    table = tables(*query.shape[:2], bounds, BLOCK, shape.heads * shape.chains, query.device)
     query, key, value, grad = rows_of(query), rows_of(key), rows_of(value), rows_of(grad)
     heads, device, kernels = shape.heads, query.device, backward_kernels
     blocks, spans, sequences = table.blocks.shape[0], table.spans.shape[0], table.lengths.shape[0]
@@ -256,7 +284,7 @@ def backward(
     torque = moved = None
     if theta is not None:
         torque = torch.empty(2, *found.mass.shape, device=device)
-        moved = torch.empty(spans, heads, shape.D, device=device)
+        moved = torch.empty(spans * (shape.chains // shape.slices), heads, shape.D, device=device)
     last = last_kv = last_pressure = None
     if final is not None:
         last = table.block_ranges[:, 0] + (table.block_ranges[:, 1] - 1).clamp_min(0)
@@ -265,11 +293,17 @@ def backward(
         last_pressure = -final.grad_sum * scale
 
     def run(before: Tensor | None, after: Tensor | None, **which: int) -> None:
-        kernels.chain_grads[(spans, heads, shape.slices)](
+        kernels.chain_grads[(spans, heads, shape.chains)](
             query, key, grad, table.spans, *angles, found.kv, asked, found.enter, found.leave, found.mass, found.flag,
-            moved, before, after, *strides(query, key, grad), heads, SILU=silu, **which, **shape.of("chain_grads"),
+            grads[0], moved, before, after, *strides(query, key, grad, grads[0]), heads, SILU=silu, **which,
+            **shape.of("chain_grads"),
         )  # fmt: skip
 
+    kernels.exact_reads[(triton.cdiv(blocks * heads, EXACT),)](  # into dq, until that is known
+        query, key, grads[0], table.blocks, found.enter, found.mass, found.flag, blocks * heads,
+        *strides(query, key, grads[0]), heads, D=shape.D, DH=SLICE, NH=shape.slices, BT=BLOCK, SILU=silu, COUNT=EXACT,
+        num_warps=4,
+    )  # fmt: skip
     to = 0 if first is None else 2
     if not table.chained:
         run(last_kv, first, FROM=0 if last_kv is None else 2, BLOCKS=1, TO=to)
@@ -282,22 +316,28 @@ def backward(
             BT=BLOCK, FINAL=last_kv is not None, **arguments,
         )  # fmt: skip
         run(held, first, FROM=1, BLOCKS=1, TO=to)
-    blockwise = (blocks, heads)
-    kernels.query_grads[blockwise](
-        query, key, value, grad, grads[0], grads[1], table.blocks, angles.cos, angles.sin, found.kv, found.enter,
-        found.mass, found.flag, pressure, None if torque is None else torque[0],
-        *strides(query, key, value, grad, grads[0]), heads, SILU=silu, **shape.of("query_grads"),
-    )  # fmt: skip
+    for grid, count in shape.grids(table):
+        kernels.query_grads[grid](
+            query, key, value, grad, grads[0], grads[1], table.blocks, angles.cos, angles.sin, found.kv, found.enter,
+            found.mass, found.flag, pressure, None if torque is None else torque[0], blocks * heads,
+            *strides(query, key, value, grad, grads[0]), heads, SILU=silu, COUNT=count, **shape.of("query_grads"),
+        )  # fmt: skip
     kernels.scan_pressure[(sequences, heads)](
         table.block_ranges, found.enter, found.leave, pressure, last_pressure, pushed, heads,
         D=shape.D, DP=triton.next_power_of_2(shape.D), ROWS=16, FINAL=final is not None, INITIAL=pushed is not None,
         num_warps=1,
     )  # fmt: skip
-    kernels.key_value_grads[blockwise](
-        query, key, value, grad, grads[1], grads[2], table.blocks, angles.cos, angles.sin, asked, found.enter,
-        found.leave, found.mass, found.flag, pressure, None if torque is None else torque[1],
-        *strides(query, key, value, grad, grads[1], grads[2]), heads, SILU=silu, **shape.of("key_value_grads"),
-    )  # fmt: skip
+    for grid, count in shape.grids(table):
+        kernels.key_grads[grid](
+            query, key, value, grad, grads[1], table.blocks, angles.cos, angles.sin, asked, found.enter, found.leave,
+            found.mass, found.flag, pressure, None if torque is None else torque[1], blocks * heads,
+            *strides(query, key, value, grad, grads[1]), heads, SILU=silu, COUNT=count, **shape.of("key_grads"),
+        )  # fmt: skip
+        kernels.value_grads[(*grid[:2], 1)](
+            query, key, grad, grads[2], table.blocks, angles.cos, angles.sin, asked, found.enter, found.leave,
+            found.mass, found.flag, blocks * heads, *strides(query, key, grad, grads[2]), heads, SILU=silu,
+            COUNT=count, **shape.of("value_grads"),
+        )  # fmt: skip
     if torque is not None and moved is not None:
         grad_theta = torque.sum((0, 1)) + moved.sum(0)
         if final is not None:
