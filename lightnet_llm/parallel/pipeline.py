@@ -109,18 +109,27 @@ class NormStage(_Stage):
 
 
 class HeadStage(_Stage):
-    """Holder of the untied head's weight, which the loss uses: product and loss are one operation."""
+    """Holder of the untied head's weight."""
 
     def __init__(self, config: ModelConfig, layers: PlainLayers, clock: Clock):
         super().__init__(config, layers, clock)
         self.head = build_head(config, layers)
 
-    def forward(self, payload: Payload) -> Tensor:
-        return payload[0]
+    def forward(self, payload: Payload) -> tuple[Tensor, Tensor]:
+        return _with_weight(payload[0], self.head)
 
 
-def _tied_head(stage: EmbeddingStage, payload: Payload) -> Tensor:
-    return payload[0]
+def _tied_head(stage: EmbeddingStage, payload: Payload) -> tuple[Tensor, Tensor]:
+    return _with_weight(payload[0], stage.embedding)
+
+
+def _with_weight(hidden: Tensor, head: nn.Module) -> tuple[Tensor, Tensor]:
+    """What the loss needs, the head's product and the loss being one operation.
+
+    The weight as a result of its own: DeepSpeed clears gradients when the first one reaches a stage's results, so one
+    that a parameter got directly from the loss would be lost (in bf16).
+    """
+    return hidden, head.weight.view_as(head.weight)
 
 
 class PipelinedCausalLM(PipelineModule):
@@ -174,10 +183,9 @@ class PipelinedCausalLM(PipelineModule):
             stage.train(mode)
         return self
 
-    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Normed activations of the last stage to the mean loss, as of ``CausalLM.forward`` with labels."""
-        head = self.embedding if self.config.tie_embeddings else self.head
+    def _loss(self, outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        """Normed activations and the head's weight to the mean loss, as of ``CausalLM.forward`` with labels."""
+        hidden, weight = outputs
         flat = labels.reshape(hidden.shape[:-1])
         vocab_size = self.config.vocab_size
-        total = head_loss(hidden, head.weight, nn.Identity(), self.layers_set, flat, vocab_size, "sum")
-        return total / labels.numel()
+        return head_loss(hidden, weight, nn.Identity(), self.layers_set, flat, vocab_size, "sum") / labels.numel()
