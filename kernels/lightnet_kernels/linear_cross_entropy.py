@@ -115,13 +115,13 @@ _PLACE = "int start, int valid, int vocab_size, str group, int chunk, bool fused
 )
 def _losses(hidden, weight, labels, start, valid, vocab_size, group, chunk, fused):
     """[T, W] to (nll [T], log of the sum of exponentials [T])."""
-    nll, lse = hidden.new_empty((2, hidden.shape[0]), dtype=_wide(hidden)).unbind(0)
+    nll, lse = (hidden.new_empty(hidden.shape[0], dtype=_wide(hidden)) for _ in range(2))
     buffer = _buffer(hidden, weight, chunk)
     with on_device(hidden):
         for part in _chunks(hidden, chunk):
             logits = _logits(hidden[part], weight, buffer)
             nll[part], lse[part] = _read(logits, labels[part], start, valid, vocab_size, group, fused)
-    return nll.float() if nll.dtype == torch.float64 else nll.clone(), lse.clone()
+    return nll.float(), lse
 
 
 @torch.library.custom_op(

@@ -13,8 +13,9 @@ TILE = 4096
 
 @triton.jit
 def tile_of(rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    across = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
     return row[:, None], col[None, :], (row < rows)[:, None] & (col < width)[None, :]
 
 
@@ -45,10 +46,11 @@ def swiglu_backward(
     tl.store(grad_up_ptr + row * grad_up_t + col, grad_up.to(grad_up_ptr.dtype.element_ty), mask=present)
 
 
-def _launch(rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
+def _launch(rows: int, width: int) -> tuple[tuple[int], dict[str, int]]:
     block = min(1024, max(16, triton.next_power_of_2(width)))
-    size = TILE // block
-    return (triton.cdiv(rows, size), triton.cdiv(width, block)), {"ROWS": size, "BLOCK": block, "num_warps": 4}
+    size = min(TILE // block, triton.next_power_of_2(rows))
+    tile = {"ROWS": size, "BLOCK": block, "num_warps": 4}
+    return (triton.cdiv(rows, size) * triton.cdiv(width, block),), tile
 
 
 def _halves(joined: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,12 +58,18 @@ def _halves(joined: Tensor) -> tuple[Tensor, Tensor]:
     return joined[:, :half], joined[:, half:]
 
 
+def _one_row(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Contiguous tensors whose width is no multiple of 16, as one row: only so are wide loads aligned."""
+    plain = all(x.is_contiguous() and x.numel() < 2**31 for x in tensors)
+    return tuple(x.view(1, -1) for x in tensors) if plain and tensors[0].shape[1] % 16 else tensors
+
+
 def forward(gate: Tensor, up: Tensor | None, y: Tensor) -> Tensor:
     """Fill and return y; shapes as in `swiglu._swiglu`."""
-    one, two = _halves(gate) if up is None else (gate, up)
     if y.numel():
-        grid, tile = _launch(*y.shape)
-        swiglu_forward[grid](one, two, y, *y.shape, *one.stride(), *two.stride(), **tile)
+        one, two, out = _one_row(*(_halves(gate) if up is None else (gate, up)), y)
+        grid, tile = _launch(*out.shape)
+        swiglu_forward[grid](one, two, out, *out.shape, *one.stride(), *two.stride(), **tile)
     return y
 
 
@@ -69,12 +77,13 @@ def backward(
     gate: Tensor, up: Tensor | None, grad: Tensor, grad_gate: Tensor, grad_up: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Fill and return the two gradients."""
-    one, two = _halves(gate) if up is None else (gate, up)
-    grad_one, grad_two = _halves(grad_gate) if up is None else (grad_gate, grad_up)
     if grad.numel():
-        grid, tile = _launch(*grad.shape)
+        inputs = _halves(gate) if up is None else (gate, up)
+        outputs = _halves(grad_gate) if up is None else (grad_gate, grad_up)
+        one, two, upstream, grad_one, grad_two = _one_row(*inputs, grad, *outputs)
+        grid, tile = _launch(*upstream.shape)
         swiglu_backward[grid](
-            one, two, grad, grad_one, grad_two, *grad.shape, *one.stride(), *two.stride(), *grad.stride(),
+            one, two, upstream, grad_one, grad_two, *upstream.shape, *one.stride(), *two.stride(), *upstream.stride(),
             grad_one.stride(0), grad_two.stride(0), **tile,
         )  # fmt: skip
     return grad_gate, grad_up

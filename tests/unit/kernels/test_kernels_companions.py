@@ -216,3 +216,10 @@ def test_operators_are_sound():
     torch.library.opcheck(ops.norm.default, (x, gate, None, weight, None, False, 1e-5))
     torch.library.opcheck(ops.swiglu.default, (x[:, 0], gate[:, 0]))
     torch.library.opcheck(ops.swiglu.default, (x[:, 0], None))
+    for call in (
+        (ops.norm_backward.default, (x, gate, weight, bias, torch.ones(5, 2), x, None, True)),
+        (ops.norm_backward.default, (x, None, None, None, torch.ones(5, 2), x, gate, False)),
+        (ops.swiglu_backward.default, (x[:, 0], gate[:, 0], x[:, 1])),
+        (ops.swiglu_backward.default, (x[:, 0], None, x[:, 0, :12])),
+    ):
+        torch.library.opcheck(*call, test_utils=("test_schema", "test_faketensor"))

@@ -233,6 +233,11 @@ def test_operators_are_sound():
         torch.ops.lightnet.linear_cross_entropy_sum.default, (hidden, weight, labels, *place, True),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )  # fmt: skip
+    vectors = (torch.zeros(6), torch.ones(6))
+    torch.library.opcheck(
+        torch.ops.lightnet.linear_cross_entropy_backward.default, (hidden, weight, labels, *vectors, *place),
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
 
 
 def _rank(rank, world, port, results):
