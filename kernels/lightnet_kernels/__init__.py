@@ -1,5 +1,6 @@
 """Kernels of LightNet: the additive scan, the Toeplitz scan of MD-TPE, their states, and the scan's companions."""
 
+from .decode import DecodeState, decode_state, decode_step, scan_state, toeplitz_step
 from .linear_cross_entropy import linear_cross_entropy
 from .norms import add_norm, gated_norm, norm
 from .scan import ScanExchange, additive_scan, backends
@@ -15,6 +16,7 @@ from .swiglu import swiglu
 from .toeplitz import ToeplitzExchange, toeplitz_scan
 
 __all__ = [
+    "DecodeState",
     "ScanExchange",
     "ScanState",
     "ToeplitzExchange",
@@ -22,13 +24,17 @@ __all__ = [
     "add_norm",
     "additive_scan",
     "backends",
+    "decode_state",
+    "decode_step",
     "gated_norm",
     "identity_state",
     "linear_cross_entropy",
     "merge_states",
     "merge_toeplitz_states",
     "norm",
+    "scan_state",
     "shift_state",
     "swiglu",
     "toeplitz_scan",
+    "toeplitz_step",
 ]

@@ -29,15 +29,18 @@ class DecodeState(NamedTuple):
     """State of one layer's scan while decoding, for sequences at any positions; `decode_step` changes it in place.
 
     max, sum, kv: as in `ScanState`, of the tokens before the block; kv's angle 0 is the block's first token.
+    sum_low, kv_low: what float32 leaves of sum and kv (kv_low in bfloat16): blocks that add alike round alike.
     keys: [B, H, BLOCK, D], values: [B, H, BLOCK, Dv], the block's tokens in the dtype of the model.
     count: [B] int32, tokens in the block. length: [B] int64, tokens in all.
     theta: [H, D] of LRPE, and tables made of it in float64: angles [2, BLOCK, H, D], cos and sin of a lag; turn
-        [4, H, D], cos and sin of BLOCK tokens and what float32 leaves of them. None without LRPE.
+        [2, H, D], those of BLOCK tokens, float64. None without LRPE.
     """
 
     max: Tensor
     sum: Tensor
     kv: Tensor
+    sum_low: Tensor
+    kv_low: Tensor
     keys: Tensor
     values: Tensor
     count: Tensor
@@ -48,8 +51,8 @@ class DecodeState(NamedTuple):
 
     def clone(self) -> DecodeState:
         """A copy that shares only the tables: a fork."""
-        fields = ("max", "sum", "kv", "keys", "values", "count", "length")
-        return self._replace(**{name: getattr(self, name).clone() for name in fields})
+        tables = ("theta", "angles", "turn")
+        return self._replace(**{name: getattr(self, name).clone() for name in self._fields if name not in tables})
 
 
 def decode_state(state: ScanState, theta: Tensor | None = None, dtype: torch.dtype = torch.float32) -> DecodeState:
@@ -69,14 +72,19 @@ def decode_state(state: ScanState, theta: Tensor | None = None, dtype: torch.dty
     if theta is not None:
         theta = theta.detach()
         angles = torch.stack(rotation(theta, torch.arange(BLOCK, device=theta.device), kind))
-        exact = torch.stack(rotation(theta, torch.tensor(BLOCK, device=theta.device), torch.float64))
-        turn = torch.cat([exact.to(kind), (exact - exact.to(kind).double()).to(kind)])
+        turn = torch.stack(rotation(theta, torch.tensor(BLOCK, device=theta.device), torch.float64))
     block = torch.zeros(2, batch, heads, BLOCK, max(width, state.kv.shape[3]), dtype=dtype, device=state.kv.device)
-    top, mass, kv = (x.detach().to(kind, copy=True).contiguous() for x in state[:3])
+    # The maximum is a unit of account, so any rounding of it will do, with sum and kv in that unit.
+    top = state.max.detach().to(kind, copy=True).contiguous()
+    unit = scale_between(state.max, top.to(state.max.dtype)).detach()
+    mass, mass_low = _split(state.sum.detach() * unit, kind)
+    kv, kv_low = _split(state.kv.detach() * unit.repeat(1, 1, state.kv.shape[2] // width).unsqueeze(-1), kind)
     return DecodeState(
         top,
         mass,
         kv,
+        mass_low,
+        kv_low.bfloat16(),
         block[0, ..., :width].contiguous(),
         block[1, ..., : state.kv.shape[3]].contiguous(),
         torch.zeros(batch, dtype=torch.int32, device=state.kv.device),
@@ -87,18 +95,32 @@ def decode_state(state: ScanState, theta: Tensor | None = None, dtype: torch.dty
     )
 
 
+def _split(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x in `kind`, and what that leaves of it."""
+    high = x.to(kind, copy=True).contiguous()
+    return high, (x.double() - high.double()).to(kind)
+
+
 def scan_state(state: DecodeState) -> ScanState:
     """What `additive_scan` continues from: a copy, at any time. Its angle 0 is the next token."""
+    top, mass, kv = _entered(state)
+    kind = state.kv.dtype
+    return ScanState(top, mass.to(kind), kv.to(kind), state.length.clone())
+
+
+def _entered(state: DecodeState) -> tuple[Tensor, Tensor, Tensor]:
+    """Max, and sum and kv in float64, with the block entered; the angle 0 is the next token."""
     present = torch.arange(BLOCK, device=state.count.device) < state.count[:, None]
     top, mass, scale = _masses(state, present)
     tables = None
     if state.angles is not None:
         tables = (state.angles[0].transpose(0, 1), state.angles[1].transpose(0, 1))  # [H, BLOCK, D]
     added = double(mass, tables).transpose(2, 3) @ state.values.to(mass.dtype)
-    kv = state.kv * scale.repeat(1, 1, state.kv.shape[2] // scale.shape[2]).unsqueeze(-1) + added
+    kv = state.kv.double() + state.kv_low.double()
+    kv = kv * scale.repeat(1, 1, kv.shape[2] // scale.shape[2]).unsqueeze(-1) + added
     if state.theta is not None:
         kv = move_origin(kv, state.theta, state.count)
-    return ScanState(top, state.sum * scale + mass.sum(2), kv, state.length.clone())
+    return top, (state.sum.double() + state.sum_low.double()) * scale + mass.sum(2), kv
 
 
 def _masses(state: DecodeState, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,8 +160,9 @@ def decode_step(
 def _decode_step(state: DecodeState, query: Tensor, key: Tensor, value: Tensor, silu: bool) -> Tensor:
     full = state.count == BLOCK
     if full.is_cuda or bool(full.any()):  # a GPU does not wait to hear whether it must
-        entered = scan_state(state)
-        for old, new in zip(state[:3], entered[:3], strict=True):
+        top, total, kv = _entered(state)
+        (mass, mass_low), (kv, kv_low) = _split(total, state.sum.dtype), _split(kv, state.kv.dtype)
+        for old, new in zip(state[:5], (top, mass, kv, mass_low, kv_low.bfloat16()), strict=True):
             old.copy_(torch.where(full.view(-1, *[1] * (old.ndim - 1)), new, old))
     slot = torch.where(full, 0, state.count).long()
     rows = torch.arange(slot.shape[0], device=slot.device)

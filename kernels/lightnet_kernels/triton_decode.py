@@ -19,20 +19,41 @@ from .state import ToeplitzState
 from .triton_parts import activated
 
 BLOCK = tl.constexpr(64)  # decode.BLOCK
+FEATURES = 32  # of one program of `block_weights`
+
+
+@triton.jit
+def load_wide(ptr, low_ptr, at, mask):
+    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float64) + tl.load(low_ptr + at, mask=mask, other=0.0).to(
+        tl.float64
+    )
+
+
+@triton.jit
+def store_wide(ptr, low_ptr, at, x, mask):
+    """x in float32, and what that leaves of it."""
+    high = x.to(tl.float32)
+    low = (x - high.to(tl.float64)).to(tl.float32)
+    tl.store(ptr + at, high, mask=mask)
+    tl.store(low_ptr + at, low.to(low_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def enter_block(
-    kv_ptr, keys_ptr, values_ptr, angles_ptr, turn_ptr, head, col, inside, top, scale, heads,
-    D: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, LRPE: tl.constexpr,
+    kv_ptr, low_ptr, keys_ptr, values_ptr, angles_ptr, turn_ptr, head, col, inside, top, scale, heads,
+    D: tl.constexpr, V: tl.constexpr, DB: tl.constexpr, VB: tl.constexpr, LRPE: tl.constexpr,
 ):  # fmt: skip
-    """kv's rows of the features `col`: rescaled, with the block added, and turned to the next block's first token."""
+    """kv's rows of the features `col`: rescaled, with the block added, and turned to the next block's first token.
+
+    Once a block, so float64 costs little, and what float32 leaves of the result is kept.
+    """
+    scale = scale.to(tl.float64)[:, None]
     for first in range(0, V, VB):
         vcol = first + tl.arange(0, VB)
-        at = kv_ptr + col[:, None] * V + vcol[None, :]
+        at = col[:, None] * V + vcol[None, :]
         mask = inside[:, None] & (vcol < V)[None, :]
-        real = tl.zeros_like(tl.load(at, mask=mask, other=0.0))
-        imag = real
+        real = tl.zeros((DB, VB), tl.float32)
+        imag = tl.zeros((DB, VB), tl.float32)
         for r in range(BLOCK):
             key = tl.load(keys_ptr + r * D + col, mask=inside, other=0.0).to(tl.float32)
             mass = tl.exp(key - top)
@@ -45,87 +66,85 @@ def enter_block(
                 imag += (mass * sin)[:, None] * value[None, :]
             else:
                 real += mass[:, None] * value[None, :]
-        real += scale[:, None] * tl.load(at, mask=mask, other=0.0)
+        new = real.to(tl.float64) + scale * load_wide(kv_ptr, low_ptr, at, mask)
         if LRPE:
-            imag += scale[:, None] * tl.load(at + D * V, mask=mask, other=0.0)
-            turn = turn_ptr + head * D + col
-            cos = tl.load(turn, mask=inside, other=0.0)[:, None]
-            sin = tl.load(turn + heads * D, mask=inside, other=0.0)[:, None]
-            # What float32 leaves of cos and sin: the same rotation is applied once a block.
-            cos_low = tl.load(turn + 2 * heads * D, mask=inside, other=0.0)[:, None]
-            sin_low = tl.load(turn + 3 * heads * D, mask=inside, other=0.0)[:, None]
-            tl.store(at + D * V, (cos_low * imag - sin_low * real) + cos * imag - sin * real, mask=mask)
-            real = (cos_low * real + sin_low * imag) + cos * real + sin * imag
-        tl.store(at, real, mask=mask)
+            turned = imag.to(tl.float64) + scale * load_wide(kv_ptr, low_ptr, at + D * V, mask)
+            cos = tl.load(turn_ptr + head * D + col, mask=inside, other=0.0)[:, None]
+            sin = tl.load(turn_ptr + (heads + head) * D + col, mask=inside, other=0.0)[:, None]
+            store_wide(kv_ptr, low_ptr, at + D * V, cos * turned - sin * new, mask)
+            new = cos * new + sin * turned
+        store_wide(kv_ptr, low_ptr, at, new, mask)
 
 
 @triton.jit
 def block_weights(
-    query_ptr, key_ptr, max_ptr, sum_ptr, kv_ptr, keys_ptr, values_ptr, count_ptr, slot_ptr, weights_ptr, angles_ptr,
-    turn_ptr, stride_qb, stride_qh, stride_kb, stride_kh, heads,
+    query_ptr, key_ptr, max_ptr, sum_ptr, kv_ptr, sum_low_ptr, kv_low_ptr, keys_ptr, values_ptr, count_ptr, slot_ptr,
+    weights_ptr, angles_ptr, turn_ptr, stride_qb, stride_qh, stride_kb, stride_kh, heads,
     D: tl.constexpr, V: tl.constexpr, DB: tl.constexpr, VB: tl.constexpr, LRPE: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """weights [B, H, rows of kv + BLOCK], and the new token's slot in the block."""
+    """For DB features of a head: the weights of their rows, their part of the weights of the block's tokens (weights
+    [B, H, rows of kv + parts * BLOCK]), and the new token's slot in the block."""
     ROWS: tl.constexpr = 2 * D if LRPE else D
     index = tl.program_id(0).to(tl.int64)
     batch, head = index // heads, index % heads
     count = tl.load(count_ptr + batch)
     full = count == BLOCK
     slot = tl.where(full, 0, count)
-    if head == 0:
+    part = tl.program_id(1)
+    if (head == 0) & (part == 0):
         tl.store(slot_ptr + batch, slot)
     keys_ptr += index * BLOCK * D
     values_ptr += index * BLOCK * V
-    weights_ptr += index * (ROWS + BLOCK)
+    weights_ptr += index * (ROWS + tl.num_programs(1) * BLOCK)
     place = tl.arange(0, BLOCK)
     earlier = place < slot
-    scores = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, D, DB):
-        col = first + tl.arange(0, DB)
-        inside = col < D
-        at = index * D + col
-        peak = tl.load(max_ptr + at, mask=inside, other=float("-inf"))
-        mass = tl.load(sum_ptr + at, mask=inside, other=0.0)
-        known = (earlier | full)[:, None] & inside[None, :]
-        keys = tl.load(keys_ptr + place[:, None] * D + col[None, :], mask=known, other=0.0).to(tl.float32)
-        if full:
-            top = tl.maximum(peak, tl.max(keys, 0))
-            scale = tl.where(peak == float("-inf"), 0.0, tl.exp(peak - top))
-            enter_block(
-                kv_ptr + index * ROWS * V, keys_ptr, values_ptr, angles_ptr, turn_ptr, head, col, inside, top, scale,
-                heads, D, V, VB, LRPE,
-            )  # fmt: skip
-            mass = mass * scale + tl.sum(tl.exp(keys - top[None, :]), 0)
-            peak = tl.where(inside, top, float("-inf"))
-            tl.store(max_ptr + at, peak, mask=inside)
-            tl.store(sum_ptr + at, mass, mask=inside)
-        query = tl.load(query_ptr + batch * stride_qb + head * stride_qh + col, mask=inside, other=0.0)
-        key = tl.load(key_ptr + batch * stride_kb + head * stride_kh + col, mask=inside, other=0.0).to(tl.float32)
-        keys = tl.where(earlier[:, None], keys, float("-inf"))
-        top = tl.maximum(tl.maximum(peak, key), tl.max(keys, 0))
-        masses = tl.exp(keys - top[None, :])
-        own = tl.exp(key - top)
+    col = part * DB + tl.arange(0, DB)
+    inside = col < D
+    at = index * D + col
+    peak = tl.load(max_ptr + at, mask=inside, other=float("-inf"))
+    mass = tl.load(sum_ptr + at, mask=inside, other=0.0)
+    known = (earlier | full)[:, None] & inside[None, :]
+    keys = tl.load(keys_ptr + place[:, None] * D + col[None, :], mask=known, other=0.0).to(tl.float32)
+    if full:
+        top = tl.maximum(peak, tl.max(keys, 0))
         scale = tl.where(peak == float("-inf"), 0.0, tl.exp(peak - top))
-        weight = activated(query, SILU) / (mass * scale + (tl.sum(masses, 0) + own))
-        if LRPE:
-            lag = tl.where(earlier, slot - place, 0)
-            angle = angles_ptr + (lag[:, None] * heads + head) * D + col[None, :]
-            masses *= tl.load(angle, mask=earlier[:, None] & inside[None, :], other=0.0)
-            angle = angles_ptr + (slot * heads + head) * D + col
-            sin = tl.load(angle + BLOCK * heads * D, mask=inside, other=0.0)
-            tl.store(weights_ptr + D + col, weight * scale * sin, mask=inside)
-            scale *= tl.load(angle, mask=inside, other=0.0)
-        tl.store(weights_ptr + col, weight * scale, mask=inside)
-        scores += tl.sum(masses * weight[None, :], 1)
-        scores += tl.where(place == slot, tl.sum(own * weight, 0), 0.0)
-    tl.store(weights_ptr + ROWS + place, scores)
+        enter_block(
+            kv_ptr + index * ROWS * V, kv_low_ptr + index * ROWS * V, keys_ptr, values_ptr, angles_ptr, turn_ptr,
+            head, col, inside, top, scale, heads, D, V, DB, VB, LRPE,
+        )  # fmt: skip
+        total = load_wide(sum_ptr, sum_low_ptr, at, inside) * scale.to(tl.float64)
+        total += tl.sum(tl.exp(keys - top[None, :]), 0).to(tl.float64)
+        peak = tl.where(inside, top, float("-inf"))
+        tl.store(max_ptr + at, peak, mask=inside)
+        store_wide(sum_ptr, sum_low_ptr, at, total, inside)
+        mass = total.to(tl.float32)
+    query = tl.load(query_ptr + batch * stride_qb + head * stride_qh + col, mask=inside, other=0.0)
+    key = tl.load(key_ptr + batch * stride_kb + head * stride_kh + col, mask=inside, other=0.0).to(tl.float32)
+    keys = tl.where(earlier[:, None], keys, float("-inf"))
+    top = tl.maximum(tl.maximum(peak, key), tl.max(keys, 0))
+    masses = tl.exp(keys - top[None, :])
+    own = tl.exp(key - top)
+    scale = tl.where(peak == float("-inf"), 0.0, tl.exp(peak - top))
+    weight = activated(query, SILU) / (mass * scale + (tl.sum(masses, 0) + own))
+    if LRPE:
+        lag = tl.where(earlier, slot - place, 0)
+        angle = angles_ptr + (lag[:, None] * heads + head) * D + col[None, :]
+        masses *= tl.load(angle, mask=earlier[:, None] & inside[None, :], other=0.0)
+        angle = angles_ptr + (slot * heads + head) * D + col
+        sin = tl.load(angle + BLOCK * heads * D, mask=inside, other=0.0)
+        tl.store(weights_ptr + D + col, weight * scale * sin, mask=inside)
+        scale *= tl.load(angle, mask=inside, other=0.0)
+    tl.store(weights_ptr + col, weight * scale, mask=inside)
+    scores = tl.sum(masses * weight[None, :], 1) + tl.where(place == slot, tl.sum(own * weight, 0), 0.0)
+    tl.store(weights_ptr + ROWS + part * BLOCK + place, scores)
 
 
 @triton.jit
 def read_state(
     key_ptr, value_ptr, output_ptr, kv_ptr, keys_ptr, values_ptr, count_ptr, length_ptr, slot_ptr, weights_ptr,
     stride_kb, stride_kh, stride_vb, stride_vh, heads,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr, RB: tl.constexpr, VB: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, V: tl.constexpr, RB: tl.constexpr,
+    VB: tl.constexpr,
 ):  # fmt: skip
     """Output [B, H, V]; the new key and value go into the block."""
     index = tl.program_id(0).to(tl.int64)
@@ -136,7 +155,7 @@ def read_state(
     visible = vcol < V
     kv_ptr += index * ROWS * V
     values_ptr += index * BLOCK * V
-    weights_ptr += index * (ROWS + BLOCK)
+    weights_ptr += index * (ROWS + PARTS * BLOCK)
     total = tl.zeros((RB, VB), tl.float32)
     for first in range(0, ROWS, RB):
         row = first + tl.arange(0, RB)
@@ -147,13 +166,17 @@ def read_state(
         total += weight[:, None] * kv
     for first in range(0, slot, RB):
         row = first + tl.arange(0, RB)
-        weight = tl.load(weights_ptr + ROWS + row, mask=row < slot, other=0.0)
+        weight = tl.zeros((RB,), tl.float32)
+        for i in tl.static_range(PARTS):
+            weight += tl.load(weights_ptr + ROWS + i * BLOCK + row, mask=row < slot, other=0.0)
         values = tl.load(
             values_ptr + row[:, None] * V + vcol[None, :], mask=(row < slot)[:, None] & visible[None, :], other=0.0
         )
         total += weight[:, None] * values.to(tl.float32)
     value = tl.load(value_ptr + batch * stride_vb + head * stride_vh + vcol, mask=visible, other=0.0)
-    output = tl.sum(total, 0) + tl.load(weights_ptr + ROWS + slot) * value.to(tl.float32)
+    output = tl.sum(total, 0)
+    for i in tl.static_range(PARTS):
+        output += tl.load(weights_ptr + ROWS + i * BLOCK + slot) * value.to(tl.float32)
     tl.store(output_ptr + index * V + vcol, output.to(output_ptr.dtype.element_ty), mask=visible)
     tl.store(values_ptr + slot * V + vcol, value, mask=visible)
     if part == 0:
@@ -212,7 +235,8 @@ def decode_step(state: Any, query: Tensor, key: Tensor, value: Tensor, silu: boo
     batch, heads, rows, width = state.kv.shape
     features = state.keys.shape[3]
     output = torch.empty(batch, heads, width, dtype=value.dtype, device=value.device)
-    weights = torch.empty(batch, heads, rows + BLOCK.value, device=value.device)
+    parts = triton.cdiv(features, FEATURES)
+    weights = torch.empty(batch, heads, rows + parts * BLOCK.value, device=value.device)
     slot = torch.empty_like(state.count)
     if not output.numel():
         return output
@@ -220,15 +244,15 @@ def decode_step(state: Any, query: Tensor, key: Tensor, value: Tensor, silu: boo
     # Few heads in all: their values are cut up, so that all of the card reads.
     part = min(padded, 128 if batch * heads >= 512 else 32)
     with _guard(query):
-        block_weights[(batch * heads,)](
-            query, key, state.max, state.sum, state.kv, state.keys, state.values, state.count, slot, weights,
-            state.angles, state.turn, *query.stride()[:2], *key.stride()[:2], heads,
-            D=features, V=width, DB=32, VB=min(padded, 64), LRPE=state.angles is not None, SILU=silu, num_warps=4,
+        block_weights[(batch * heads, parts)](
+            query, key, state.max, state.sum, state.kv, state.sum_low, state.kv_low, state.keys, state.values, state.count,
+            slot, weights, state.angles, state.turn, *query.stride()[:2], *key.stride()[:2], heads,
+            D=features, V=width, DB=FEATURES, VB=min(padded, 32), LRPE=state.angles is not None, SILU=silu, num_warps=4,
         )  # fmt: skip
         read_state[(batch * heads, triton.cdiv(width, part))](
             key, value, output, state.kv, state.keys, state.values, state.count, state.length, slot, weights,
             *key.stride()[:2], *value.stride()[:2], heads, D=features, DP=triton.next_power_of_2(features),
-            ROWS=rows, V=width, RB=4096 // part, VB=part, num_warps=4,
+            ROWS=rows, PARTS=parts, V=width, RB=4096 // part, VB=part, num_warps=4,
         )  # fmt: skip
     return output
 

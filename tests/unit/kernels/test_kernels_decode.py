@@ -19,11 +19,11 @@ BACKENDS = ["triton"] if INSIDE else ["torch"]
 
 def joined(states: list[DecodeState]) -> DecodeState:
     """States of unlike positions as one batch."""
-    return DecodeState(*(torch.cat(parts) for parts in zip(*(s[:7] for s in states), strict=True)), *states[0][7:])
+    return DecodeState(*(torch.cat(parts) for parts in zip(*(s[:9] for s in states), strict=True)), *states[0][9:])
 
 
 def check_step(prompts, steps, heads, width, value_width, dtype, device, backend, *, theta=True, scale=2.0, start=0):
-    """Sequences that have read unlike prompts (the first `start` tokens of them token by token) go on together."""
+    """Sequences that have read unlike prompts (their last `start` tokens one by one) go on together."""
     tokens = max(prompts) + steps
     inputs = make(len(prompts), tokens, heads, width, value_width, theta=theta, scale=scale, dtype=dtype)
     angles = inputs.pop("theta", None)
@@ -43,7 +43,7 @@ def check_step(prompts, steps, heads, width, value_width, dtype, device, backend
             _, first = additive_scan(**part, theta=kept, return_state=True, backend="torch")
         state = decode_state(first, kept, dtype)
         for place in range(max(n - start, 0), n):
-            decode_step(state, *token([i], [place]), backend=backend)
+            decode_step(state, *token([i], [place]), backend="torch")
         states.append(state)
     state = joined(states)
     outputs = []
@@ -157,20 +157,20 @@ def test_a_state_goes_on_as_a_scan():
     assert relative(output, additive_scan(**inputs, theta=theta)[:, 70:]) < 1e-5
 
 
-def test_a_million_small_masses_add_up_and_angles_do_not_drift():
-    """One key far above 2^20 others, block by block as `decode_step` enters them, against the closed form."""
+def test_a_quarter_million_small_masses_add_up_and_angles_do_not_drift():
+    """One key far above 2^18 others, block by block as `decode_step` enters them, against the closed form."""
     gaps, theta = torch.tensor([14.0, 17.0, 18.0, 19.0]), torch.tensor([[1.0, 0.01, 0.3, 1e-4]])
     state = decode_state(
         ScanState(torch.zeros(1, 1, 4), torch.ones(1, 1, 4), torch.ones(1, 1, 8, 1), torch.ones(1).long()), theta
     )
     state.kv[:, :, 4:] = 0.0  # at angle 0, one token before the block
-    blocks = 2**20 // BLOCK
+    blocks = 2**18 // BLOCK
     state.keys.copy_(-gaps.expand(1, 1, BLOCK, 4))
     state.values.fill_(1.0)
+    key = -gaps.view(1, 1, 4)
     for _ in range(blocks):
         state.count.fill_(BLOCK)
-        for old, new in zip(state[:3], scan_state(state)[:3], strict=True):
-            old.copy_(new)
+        decode_step(state, key, key, torch.ones(1, 1, 1), backend="torch")
     small, tokens = (-gaps.double()).exp(), blocks * BLOCK
     assert relative(state.sum[0, 0], 1 + tokens * small) < 1e-5
     # Token r lies at angle r - tokens; the first, large one at -tokens.
@@ -181,7 +181,7 @@ def test_a_million_small_masses_add_up_and_angles_do_not_drift():
          for s, m in zip(step, small, strict=True)]
     ).squeeze(1)  # fmt: skip
     actual = torch.complex(state.kv[0, 0, :4, 0].double(), state.kv[0, 0, 4:, 0].double())
-    assert float((actual - wanted).abs().max()) < 1e-4
+    assert float((actual - wanted).abs().max()) < 1e-5
     naive = torch.ones(4)
     for _ in range(1000):
         naive += small.float()
