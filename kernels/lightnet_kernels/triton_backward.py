@@ -1,6 +1,9 @@
 """Backward Triton kernels of the causal additive scan. See `triton_forward` for the buffers.
 
 With asked_t = phi_t dphi_t / s_t: dk_r = e^{k_r} (sum_{t>=r} phi_t c_tr <do_t, v_r> / s_t - sum_{t>=r} asked_t). Buffers:
+  x[B, N, H, D]          phi exp(enter) / s_t in the operands' dtype: computed once, for all that comes after
+  later[B, N, H, D]      sum of `asked` from a token to the end of its block, in units of exp(-enter); in the exact form
+                         times exp(k), what the block's own normalisers take from dk
   grad[b, h, (2,) D, V]  what all queries after block b ask of the state that it leaves, in units of exp(-leave),
                          angle 0 at the block's first token
   span_grad[p, h, (2,) D, V]  float32, what a span's own queries ask of the state that it finds, in units of exp(-enter)
@@ -23,8 +26,6 @@ import triton.language as tl
 from .triton_exact import exact_key_sums, exact_query_sums, exact_scale, exact_scores, exact_taken
 from .triton_forward import load_span
 from .triton_parts import (
-    activated,
-    activated_over,
     exp,
     inverse,
     load_angles,
@@ -32,6 +33,7 @@ from .triton_parts import (
     load_keys,
     load_matrix,
     load_rows,
+    load_triangle,
     load_vector,
     running_mass,
     some_flags,
@@ -45,55 +47,139 @@ WINDOW = tl.constexpr(4)
 
 
 @triton.jit
-def exact_reads(
-    q_ptr, k_ptr, x_ptr, blocks_ptr, enter_ptr, mass_ptr, flag_ptr, total,
-    sqb, sqn, sqh, skb, skn, skh, sxb, sxn, sxh, H,
-    D: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, BT: tl.constexpr, SILU: tl.constexpr, COUNT: tl.constexpr,
+def query_grads_of(
+    block, head, q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, x_ptr, later_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr,
+    enter_ptr, mass_ptr, pressure_ptr, torque_ptr,
+    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
+    LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """x of flagged blocks: phi exp(enter) / s_t. One program COUNT (block, head)."""
-    start = tl.program_id(0).to(tl.int64) * COUNT
-    if some_flags(flag_ptr, start, total, COUNT):
-        for i in range(0, tl.minimum(total - start, COUNT)):
-            if tl.load(flag_ptr + start + i) != 0:
-                block, head = (start + i) // H, (start + i) % H
-                batch, first, length, _ = load_block(blocks_ptr, block)
-                step = tl.arange(0, BT)
-                keys = k_ptr + batch * skb + first * skn + head * skh
-                for part in range(0, NH):
-                    col = part * DH + tl.arange(0, DH)
-                    at = (start + i) * D
-                    enter, mass = load_vector(enter_ptr + at, col, D, DH), load_vector(mass_ptr + at, col, D, DH)
-                    read = exact_scale(keys, skn, length, col, enter, mass, BT, D, DH)
-                    query = q_ptr + batch * sqb + first * sqn + head * sqh
-                    read *= activated(load_rows(query, step, sqn, col, step < length, D, DH), SILU)
-                    x = x_ptr + batch * sxb + first * sxn + head * sxh
-                    store_rows(x, step, sxn, col, step < length, read, D, DH)
+    """dq, x, later and pressure."""
+    batch, first, length, place = load_block(blocks_ptr, block)
+    step, vcol = tl.arange(0, BT), tl.arange(0, VP)
+    present = step < length
+    q_ptr += batch * sqb + first * sqn + head * sqh
+    k_ptr += batch * skb + first * skn + head * skh
+    v_ptr += batch * svb + first * svn + head * svh
+    g_ptr += batch * sgb + first * sgn + head * sgh
+    own_rows = batch * sdb + first * sdn + head * sdh
+    at = (block * H + head) * D
+    kv_ptr += at * ((2 if LRPE else 1) * V)
+    upstream = load_rows(g_ptr, step, sgn, vcol, present, V, VP).to(OP)
+    value = load_rows(v_ptr, step, svn, vcol, present, V, VP).to(OP)
+    pairs = tl.dot(upstream, tl.trans(value), input_precision=PREC)
+    pairs = tl.where(step[:, None] >= step[None, :], pairs, 0.0)
+    triangle = load_triangle(tri_ptr, BT)
+    lag = (step + (place % WINDOW) * BT).to(tl.float32)
+    for part in tl.range(0, NH, num_stages=STAGES):
+        col = part * DH + tl.arange(0, DH)
+        enter, mass = load_vector(enter_ptr + at, col, D, DH), load_vector(mass_ptr + at, col, D, DH)
+        query = load_rows(q_ptr, step, sqn, col, present, D, DH).to(tl.float32)
+        state = load_matrix(kv_ptr, col, vcol, D, V, DH, VP)
+        real = tl.dot(upstream, tl.trans(state), input_precision=PREC)
+        if LRPE:
+            cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
+            sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
+            state = load_matrix(kv_ptr + D * V, col, vcol, D, V, DH, VP)
+            imag = tl.dot(upstream, tl.trans(state), input_precision=PREC)
+        if EXACT:
+            scale = exact_scale(k_ptr, skn, length, col, enter, mass, BT, D, DH)
+            own, own_sin = exact_query_sums(
+                pairs, k_ptr, cos_ptr, sin_ptr, skn, head, length, col, enter, mass, BT, D, DH, LRPE
+            )  # fmt: skip
+            real = real * scale + own
+            if LRPE:
+                imag = imag * scale + own_sin
+        else:
+            weight = exp(load_keys(k_ptr, step, skn, col, present, D, DH) - enter[None, :])
+            scale = inverse(running_mass(triangle, weight.to(OP), mass, PREC))
+            if LRPE:
+                real = tl.dot(pairs.to(OP), (weight * cos).to(OP), real, input_precision=PREC) * scale
+                imag = tl.dot(pairs.to(OP), (weight * sin).to(OP), imag, input_precision=PREC) * scale
+            else:
+                real = tl.dot(pairs.to(OP), weight.to(OP), real, input_precision=PREC) * scale
+        if SILU:
+            gate = inverse(1.0 + exp(-query))
+            phi = query * gate
+        else:
+            phi = query
+        if LRPE:
+            grad_phi = real * cos + imag * sin
+            turn = phi * (imag * cos - real * sin) * lag[:, None]
+            store_vector(torque_ptr + at, col, tl.sum(turn, 0), D, DH)
+        else:
+            grad_phi = real
+        asked = phi * grad_phi
+        store_rows(x_ptr + own_rows, step, sdn, col, present, phi * scale, D, DH)
+        if SILU:
+            grad_phi *= gate + phi * (1.0 - gate)
+        store_rows(dq_ptr + own_rows, step, sdn, col, present, grad_phi, D, DH)
+        later = tl.dot(tl.trans(triangle), (asked * scale).to(OP), input_precision=PREC)
+        tl.store(
+            (pressure_ptr + at) + step[:, None] * 0 + col[None, :],
+            later,
+            mask=(step == 0)[:, None] & (col < D)[None, :],
+        )
+        if EXACT:
+            later = exact_taken(asked, k_ptr, skn, length, col, enter, mass, BT, D, DH)
+        store_rows(later_ptr + own_rows, step, sdn, col, present, later, D, DH)
+
+
+@triton.jit
+def query_grads(
+    q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, x_ptr, later_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr,
+    mass_ptr, flag_ptr, pressure_ptr, torque_ptr, total,
+    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
+    LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """dq, x, later and pressure. COUNT as in `triton_forward.outputs`."""
+    if COUNT == 0:
+        block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        if tl.load(flag_ptr + block * H + head) == 0:
+            query_grads_of(
+                block, head,
+                q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, x_ptr, later_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr,
+                enter_ptr, mass_ptr, pressure_ptr, torque_ptr,
+                sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+                D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, STAGES, False,
+            )  # fmt: skip
+    else:
+        start = tl.program_id(0).to(tl.int64) * COUNT
+        if some_flags(flag_ptr, start, total, COUNT):
+            for i in range(0, tl.minimum(total - start, COUNT)):
+                if tl.load(flag_ptr + start + i) != 0:
+                    query_grads_of(
+                        (start + i) // H, (start + i) % H,
+                        q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, x_ptr, later_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr,
+                        enter_ptr, mass_ptr, pressure_ptr, torque_ptr,
+                        sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+                        D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, 1, True,
+                    )  # fmt: skip
 
 
 @triton.jit
 def chain_grads(
-    q_ptr, k_ptr, g_ptr, spans_ptr, cos_ptr, sin_ptr, turn_ptr, kv_ptr, grad_ptr, enter_ptr, leave_ptr, mass_ptr,
-    flag_ptr, x_ptr, moved_ptr, from_ptr, to_ptr,
-    sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sxb, sxn, sxh, H,
+    x_ptr, g_ptr, spans_ptr, cos_ptr, sin_ptr, turn_ptr, kv_ptr, grad_ptr, enter_ptr, leave_ptr, moved_ptr, from_ptr,
+    to_ptr, sdb, sdn, sdh, sgb, sgn, sgh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VB: tl.constexpr, BT: tl.constexpr,
-    LRPE: tl.constexpr, SILU: tl.constexpr, FROM: tl.constexpr, BLOCKS: tl.constexpr, TO: tl.constexpr,
-    OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    LRPE: tl.constexpr, FROM: tl.constexpr, BLOCKS: tl.constexpr, TO: tl.constexpr, OP: tl.constexpr,
+    PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A span's blocks from the last to the first, from the gradient in `from` (FROM: 1, one a span, 2, one a sequence, 0,
-    none). With BLOCKS every block's gradient is kept. TO: 1, the gradient of the state that the span finds is kept for every span, 2, for each
-    sequence's first. x[B, N, H, D]: phi exp(enter) / s_t of flagged blocks. One program a (span, head, slice of
-    features and slice of VB value features)."""
+    """A span's blocks from the last to the first, from the gradient in `from` (FROM: 1, one a span, 2, one a sequence,
+    0, none). With BLOCKS every block's gradient is kept. TO: 1, the gradient of the state that the span finds is kept
+    for every span, 2, for each sequence's first. One program a (span, head, slice of features and slice of VB value
+    features)."""
     span = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    part = tl.program_id(2) % NH
     batch, first, length, block, place, sequence, _ = load_span(spans_ptr, span)
     step, vcol = tl.arange(0, BT), (tl.program_id(2) // NH) * VB + tl.arange(0, VB)
-    col = part * DH + tl.arange(0, DH)
+    col = (tl.program_id(2) % NH) * DH + tl.arange(0, DH)
     SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
-    q_ptr += batch * sqb + head * sqh
-    k_ptr += batch * skb + head * skh
+    x_ptr += batch * sdb + head * sdh
     g_ptr += batch * sgb + head * sgh
-    x_ptr += batch * sxb + head * sxh
     blocks = tl.cdiv(length, BT)
     real = tl.zeros([DH, VB], tl.float32)
     imag = tl.zeros([DH, VB], tl.float32)
@@ -115,15 +201,9 @@ def chain_grads(
         present = i * BT + step < length
         row = first + i * BT
         at = ((block + i) * H + head) * D
-        keys = load_keys(k_ptr + row * skn, step, skn, col, present, D, DH)
-        query = load_rows(q_ptr + row * sqn, step, sqn, col, present, D, DH)
+        read = load_rows(x_ptr + row * sdn, step, sdn, col, present, D, DH)
         upstream = load_rows(g_ptr + row * sgn, step, sgn, vcol, present, V, VB).to(OP)
         enter, leave = load_vector(enter_ptr + at, col, D, DH), load_vector(leave_ptr + at, col, D, DH)
-        mass = load_vector(mass_ptr + at, col, D, DH)
-        flagged = tl.load(flag_ptr + (block + i) * H + head) != 0
-        exact = load_rows(x_ptr + row * sxn, step, sxn, col, present & flagged, D, DH).to(tl.float32)
-        read = activated_over(query, running_mass(exp(keys - enter[None, :]).to(OP), mass, BT, PREC), SILU)
-        read = tl.where(flagged, exact, read)
         faded = exp(leave - unit)
         if LRPE:
             real, imag = turned(real, imag, cos_turn * faded, -sin_turn * faded)
@@ -138,12 +218,13 @@ def chain_grads(
         if LRPE:
             cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
             sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
+            read = read.to(tl.float32)
             real = tl.dot(tl.trans((read * cos).to(OP)), upstream, real * crossed, input_precision=PREC)
             imag = tl.dot(tl.trans((read * sin).to(OP)), upstream, imag * crossed, input_precision=PREC)
         else:
-            real = tl.dot(tl.trans(read.to(OP)), upstream, real * crossed, input_precision=PREC)
+            real = tl.dot(tl.trans(read), upstream, real * crossed, input_precision=PREC)
         unit = enter
-        if LRPE and BLOCKS:
+        if LRPE and BLOCKS:  # noqa: SIM102
             if (place + i) % WINDOW == 0 and place + i > 0:
                 state = load_matrix(kv_ptr + at * (SIZE // D), col, vcol, D, V, DH, VB).to(tl.float32)
                 state_sin = load_matrix(kv_ptr + at * (SIZE // D) + D * V, col, vcol, D, V, DH, VB).to(tl.float32)
@@ -210,130 +291,17 @@ def scan_span_grads(
 
 
 @triton.jit
-def query_grads_of(
-    block, head, part, q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr, mass_ptr,
-    pressure_ptr, torque_ptr,
-    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
-    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
-    LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
-):  # fmt: skip
-    """dq and pressure; into dk what the block's own normalisers take from its keys."""
-    batch, first, length, place = load_block(blocks_ptr, block)
-    step, vcol = tl.arange(0, BT), tl.arange(0, VP)
-    present = step < length
-    q_ptr += batch * sqb + first * sqn + head * sqh
-    k_ptr += batch * skb + first * skn + head * skh
-    v_ptr += batch * svb + first * svn + head * svh
-    g_ptr += batch * sgb + first * sgn + head * sgh
-    dq_ptr += batch * sdb + first * sdn + head * sdh
-    dk_ptr += batch * sdb + first * sdn + head * sdh
-    at = (block * H + head) * D
-    kv_ptr += at * ((2 if LRPE else 1) * V)
-    upstream = load_rows(g_ptr, step, sgn, vcol, present, V, VP).to(OP)
-    value = load_rows(v_ptr, step, svn, vcol, present, V, VP).to(OP)
-    pairs = tl.dot(upstream, tl.trans(value), input_precision=PREC)
-    pairs = tl.where(step[:, None] >= step[None, :], pairs, 0.0)
-    col = part * DH + tl.arange(0, DH)
-    enter, mass = load_vector(enter_ptr + at, col, D, DH), load_vector(mass_ptr + at, col, D, DH)
-    query = load_rows(q_ptr, step, sqn, col, present, D, DH).to(tl.float32)
-    state = load_matrix(kv_ptr, col, vcol, D, V, DH, VP)
-    if EXACT:
-        scale = exact_scale(k_ptr, skn, length, col, enter, mass, BT, D, DH)
-    else:
-        weight = exp(load_keys(k_ptr, step, skn, col, present, D, DH) - enter[None, :])
-        scale = inverse(running_mass(weight.to(OP), mass, BT, PREC))
-    real = tl.dot(upstream, tl.trans(state), input_precision=PREC)
-    if LRPE:
-        cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
-        sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
-        state = load_matrix(kv_ptr + D * V, col, vcol, D, V, DH, VP)
-        imag = tl.dot(upstream, tl.trans(state), input_precision=PREC)
-        if not EXACT:
-            real = tl.dot(pairs.to(OP), (weight * cos).to(OP), real, input_precision=PREC)
-            imag = tl.dot(pairs.to(OP), (weight * sin).to(OP), imag, input_precision=PREC)
-        imag *= scale
-    elif not EXACT:
-        real = tl.dot(pairs.to(OP), weight.to(OP), real, input_precision=PREC)
-    real *= scale
-    if EXACT:
-        own, own_sin = exact_query_sums(
-            pairs, k_ptr, cos_ptr, sin_ptr, skn, head, length, col, enter, mass, BT, D, DH, LRPE
-        )  # fmt: skip
-        real += own
-        if LRPE:
-            imag += own_sin
-    gate = inverse(1.0 + exp(-query))
-    phi = query * gate if SILU else query
-    if LRPE:
-        grad_phi = real * cos + imag * sin
-        lag = step[:, None] + (place % WINDOW) * BT
-        turn = tl.where(present[:, None], phi * (imag * cos - real * sin) * lag.to(tl.float32), 0.0)
-        store_vector(torque_ptr + at, col, tl.sum(turn, 0), D, DH)
-    else:
-        grad_phi = real
-    product = tl.where(present[:, None], phi * grad_phi, 0.0)
-    if SILU:
-        grad_phi *= gate * (1.0 + query * (1.0 - gate))
-    store_rows(dq_ptr, step, sdn, col, present, grad_phi, D, DH)
-    asked = product * scale
-    store_vector(pressure_ptr + at, col, tl.sum(asked, 0), D, DH)
-    if EXACT:
-        taken = exact_taken(product, k_ptr, skn, length, col, enter, mass, BT, D, DH)
-    else:
-        later = tl.where(step[:, None] <= step[None, :], 1.0, 0.0).to(OP)
-        taken = weight * tl.dot(later, asked.to(OP), input_precision=PREC)
-    store_rows(dk_ptr, step, sdn, col, present, taken, D, DH)
-
-
-@triton.jit
-def query_grads(
-    q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr, mass_ptr, flag_ptr,
-    pressure_ptr, torque_ptr, total,
-    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
-    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
-    LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
-    COUNT: tl.constexpr,
-):  # fmt: skip
-    """dq, pressure and part of dk, a slice of features a program. COUNT as in `triton_forward.outputs`."""
-    if COUNT == 0:
-        block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        part = tl.program_id(2)
-        if tl.load(flag_ptr + block * H + head) == 0:
-            query_grads_of(
-                block, head, part,
-                q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, kv_ptr,
-                enter_ptr, mass_ptr, pressure_ptr, torque_ptr,
-                sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
-                D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, STAGES, False,
-            )  # fmt: skip
-    else:
-        start = tl.program_id(0).to(tl.int64) * COUNT
-        if some_flags(flag_ptr, start, total, COUNT):
-            for i in range(0, tl.minimum(total - start, COUNT)):
-                if tl.load(flag_ptr + start + i) != 0:
-                    for part in range(0, NH):
-                        query_grads_of(
-                            (start + i) // H, (start + i) % H, part,
-                            q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, kv_ptr,
-                            enter_ptr, mass_ptr, pressure_ptr, torque_ptr,
-                            sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
-                            D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, 1, True,
-                        )  # fmt: skip
-
-
-@triton.jit
 def scan_pressure(
     sequences_ptr, enter_ptr, leave_ptr, pressure_ptr, final_ptr, initial_ptr, H,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
 ):  # fmt: skip
     """pressure of all that comes later in the sequence, in place: a true reverse sum. `final`: that of what reads the
     last state, in units of exp(-leave); `initial`: all pressure on the first, in units of exp(-enter). One program a
-    (sequence, head)."""
+    (sequence, head, slice of DP features)."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.load(sequences_ptr + sequence * 2).to(tl.int64)
     blocks = tl.load(sequences_ptr + sequence * 2 + 1)
-    col, step = tl.arange(0, DP), tl.arange(0, ROWS)
+    col, step = tl.program_id(2) * DP + tl.arange(0, DP), tl.arange(0, ROWS)
     total = tl.zeros([DP], tl.float32)
     state = (sequence * H + head) * D
     unit = tl.zeros([DP], tl.float32)
@@ -365,14 +333,14 @@ def scan_pressure(
 
 @triton.jit
 def key_grads_of(
-    block, head, part, q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr,
-    mass_ptr, pressure_ptr, torque_ptr,
+    block, head, q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, x_ptr, later_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr,
+    leave_ptr, mass_ptr, pressure_ptr, torque_ptr,
     sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
     LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """dk, of which `query_grads` left a part there."""
+    """dk. `later` may be the same memory."""
     batch, first, length, place = load_block(blocks_ptr, block)
     step, vcol = tl.arange(0, BT), tl.arange(0, VP)
     present = step < length
@@ -380,53 +348,96 @@ def key_grads_of(
     k_ptr += batch * skb + first * skn + head * skh
     v_ptr += batch * svb + first * svn + head * svh
     g_ptr += batch * sgb + first * sgn + head * sgh
-    dk_ptr += batch * sdb + first * sdn + head * sdh
+    own_rows = batch * sdb + first * sdn + head * sdh
     at = (block * H + head) * D
     grad_ptr += at * ((2 if LRPE else 1) * V)
-    col = part * DH + tl.arange(0, DH)
     value = load_rows(v_ptr, step, svn, vcol, present, V, VP).to(OP)
     upstream = load_rows(g_ptr, step, sgn, vcol, present, V, VP).to(OP)
     pairs = tl.dot(value, tl.trans(upstream), input_precision=PREC)  # [r, t]
     pairs = tl.where(step[:, None] <= step[None, :], pairs, 0.0)
-    state = load_matrix(grad_ptr, col, vcol, D, V, DH, VP)
-    real = tl.dot(value, tl.trans(state), input_precision=PREC)
-    if LRPE:
-        state = load_matrix(grad_ptr + D * V, col, vcol, D, V, DH, VP)
-        imag = tl.dot(value, tl.trans(state), input_precision=PREC)
-        cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
-        sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
-    enter, mass = load_vector(enter_ptr + at, col, D, DH), load_vector(mass_ptr + at, col, D, DH)
-    leave = load_vector(leave_ptr + at, col, D, DH)
-    weight = exp(load_keys(k_ptr, step, skn, col, present, D, DH) - leave[None, :])
-    if EXACT:
-        own, own_sin = exact_key_sums(
-            pairs, q_ptr, k_ptr, cos_ptr, sin_ptr, sqn, skn, head, length, col, enter, mass, BT, D, DH, LRPE, SILU
-        )  # fmt: skip
-        real = real * weight + own
+    lag = (step + (place % WINDOW) * BT).to(tl.float32)
+    for part in tl.range(0, NH, num_stages=STAGES):
+        col = part * DH + tl.arange(0, DH)
+        leave = load_vector(leave_ptr + at, col, D, DH)
+        taken = load_vector(pressure_ptr + at, col, D, DH)[None, :]
+        state = load_matrix(grad_ptr, col, vcol, D, V, DH, VP)
+        real = tl.dot(value, tl.trans(state), input_precision=PREC)
         if LRPE:
-            imag = imag * weight + own_sin
-    else:
-        query = load_rows(q_ptr, step, sqn, col, present, D, DH)
-        read = activated_over(query, running_mass(weight.to(OP), mass, BT, PREC), SILU)
-        if LRPE:
-            real = tl.dot(pairs.to(OP), (read * cos).to(OP), real, input_precision=PREC) * weight
-            imag = tl.dot(pairs.to(OP), (read * sin).to(OP), imag, input_precision=PREC) * weight
+            cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
+            sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
+            state = load_matrix(grad_ptr + D * V, col, vcol, D, V, DH, VP)
+            imag = tl.dot(value, tl.trans(state), input_precision=PREC)
+        if not EXACT:
+            read = load_rows(x_ptr + own_rows, step, sdn, col, present, D, DH)
+            if LRPE:
+                read = read.to(tl.float32)
+                real = tl.dot(pairs.to(OP), (read * cos).to(OP), real, input_precision=PREC)
+                imag = tl.dot(pairs.to(OP), (read * sin).to(OP), imag, input_precision=PREC)
+            else:
+                real = tl.dot(pairs.to(OP), read, real, input_precision=PREC)
+        weight = exp(load_keys(k_ptr, step, skn, col, present, D, DH) - leave[None, :])
+        later = load_rows(later_ptr + own_rows, step, sdn, col, present, D, DH).to(tl.float32)
+        if EXACT:
+            enter, mass = load_vector(enter_ptr + at, col, D, DH), load_vector(mass_ptr + at, col, D, DH)
+            own, own_sin = exact_key_sums(
+                pairs, q_ptr, k_ptr, cos_ptr, sin_ptr, sqn, skn, head, length, col, enter, mass,
+                BT, D, DH, LRPE, SILU,
+            )  # fmt: skip
+            real = real * weight + own
+            if LRPE:
+                imag = imag * weight + own_sin
+                turn = (imag * cos - real * sin) * lag[:, None]
+                real = real * cos + imag * sin
+            grad = real - later - weight * taken
         else:
-            real = tl.dot(pairs.to(OP), read.to(OP), real, input_precision=PREC) * weight
-    taken = load_rows(dk_ptr, step, sdn, col, present, D, DH).to(tl.float32)
-    taken += weight * load_vector(pressure_ptr + at, col, D, DH)[None, :]
-    if LRPE:
-        lag = step[:, None] + (place % WINDOW) * BT
-        turn = tl.where(present[:, None], (imag * cos - real * sin) * lag.to(tl.float32), 0.0)
-        store_vector(torque_ptr + at, col, tl.sum(turn, 0), D, DH)
-        real = real * cos + imag * sin
-    store_rows(dk_ptr, step, sdn, col, present, real - taken, D, DH)
+            if LRPE:
+                turn = weight * (imag * cos - real * sin) * lag[:, None]
+                real = real * cos + imag * sin
+            grad = weight * (real - later - taken)
+        if LRPE:
+            store_vector(torque_ptr + at, col, tl.sum(turn, 0), D, DH)
+        store_rows(dk_ptr + own_rows, step, sdn, col, present, grad, D, DH)
+
+
+@triton.jit
+def key_grads(
+    q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, x_ptr, later_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr,
+    mass_ptr, flag_ptr, pressure_ptr, torque_ptr, total,
+    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
+    LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """dk. COUNT as in `triton_forward.outputs`."""
+    if COUNT == 0:
+        block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        if tl.load(flag_ptr + block * H + head) == 0:
+            key_grads_of(
+                block, head,
+                q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, x_ptr, later_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr,
+                leave_ptr, mass_ptr, pressure_ptr, torque_ptr,
+                sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+                D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, STAGES, False,
+            )  # fmt: skip
+    else:
+        start = tl.program_id(0).to(tl.int64) * COUNT
+        if some_flags(flag_ptr, start, total, COUNT):
+            for i in range(0, tl.minimum(total - start, COUNT)):
+                if tl.load(flag_ptr + start + i) != 0:
+                    key_grads_of(
+                        (start + i) // H, (start + i) % H,
+                        q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, x_ptr, later_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr,
+                        leave_ptr, mass_ptr, pressure_ptr, torque_ptr,
+                        sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+                        D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, 1, True,
+                    )  # fmt: skip
 
 
 @triton.jit
 def value_grads_of(
-    block, head, q_ptr, k_ptr, g_ptr, dv_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr, mass_ptr,
-    sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+    block, head, q_ptr, k_ptr, g_ptr, dv_ptr, x_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr,
+    mass_ptr,
+    sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sdb, sdn, sdh, seb, sen, seh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
     LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
     EXACT: tl.constexpr,
@@ -438,24 +449,23 @@ def value_grads_of(
     q_ptr += batch * sqb + first * sqn + head * sqh
     k_ptr += batch * skb + first * skn + head * skh
     g_ptr += batch * sgb + first * sgn + head * sgh
-    dv_ptr += batch * sdb + first * sdn + head * sdh
+    x_ptr += batch * sdb + first * sdn + head * sdh
+    dv_ptr += batch * seb + first * sen + head * seh
     at = (block * H + head) * D
     grad_ptr += at * ((2 if LRPE else 1) * V)
     out = tl.zeros([BT, VP], tl.float32)
     scores = tl.zeros([BT, BT], tl.float32)  # [r, t]
     for part in tl.range(0, NH, num_stages=STAGES):
         col = part * DH + tl.arange(0, DH)
-        leave, mass = load_vector(leave_ptr + at, col, D, DH), load_vector(mass_ptr + at, col, D, DH)
+        leave = load_vector(leave_ptr + at, col, D, DH)
         weight = exp(load_keys(k_ptr, step, skn, col, present, D, DH) - leave[None, :])
-        if not EXACT:
-            query = load_rows(q_ptr, step, sqn, col, present, D, DH)
-            read = activated_over(query, running_mass(weight.to(OP), mass, BT, PREC), SILU)
         state = load_matrix(grad_ptr, col, vcol, D, V, DH, VP)
         if LRPE:
             cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
             sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
             weight_cos, weight_sin = (weight * cos).to(OP), (weight * sin).to(OP)
             if not EXACT:
+                read = load_rows(x_ptr, step, sdn, col, present, D, DH).to(tl.float32)
                 scores = tl.dot(weight_cos, tl.trans((read * cos).to(OP)), scores, input_precision=PREC)
                 scores = tl.dot(weight_sin, tl.trans((read * sin).to(OP)), scores, input_precision=PREC)
             out = tl.dot(weight_cos, state, out, input_precision=PREC)
@@ -463,7 +473,8 @@ def value_grads_of(
             out = tl.dot(weight_sin, state, out, input_precision=PREC)
         else:
             if not EXACT:
-                scores = tl.dot(weight.to(OP), tl.trans(read.to(OP)), scores, input_precision=PREC)
+                read = load_rows(x_ptr, step, sdn, col, present, D, DH)
+                scores = tl.dot(weight.to(OP), tl.trans(read), scores, input_precision=PREC)
             out = tl.dot(weight.to(OP), state, out, input_precision=PREC)
     upstream = load_rows(g_ptr, step, sgn, vcol, present, V, VP).to(OP)
     if EXACT:
@@ -474,49 +485,14 @@ def value_grads_of(
     else:
         scores = tl.where(step[:, None] <= step[None, :], scores, 0.0)
     out = tl.dot(scores.to(OP), upstream, out, input_precision=PREC)
-    store_rows(dv_ptr, step, sdn, vcol, present, out, V, VP)
-
-
-@triton.jit
-def key_grads(
-    q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr, mass_ptr, flag_ptr,
-    pressure_ptr, torque_ptr, total,
-    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
-    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
-    LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
-    COUNT: tl.constexpr,
-):  # fmt: skip
-    """dk, a slice of features a program. COUNT as in `triton_forward.outputs`."""
-    if COUNT == 0:
-        block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        part = tl.program_id(2)
-        if tl.load(flag_ptr + block * H + head) == 0:
-            key_grads_of(
-                block, head, part,
-                q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr,
-                enter_ptr, leave_ptr, mass_ptr, pressure_ptr, torque_ptr,
-                sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
-                D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, STAGES, False,
-            )  # fmt: skip
-    else:
-        start = tl.program_id(0).to(tl.int64) * COUNT
-        if some_flags(flag_ptr, start, total, COUNT):
-            for i in range(0, tl.minimum(total - start, COUNT)):
-                if tl.load(flag_ptr + start + i) != 0:
-                    for part in range(0, NH):
-                        key_grads_of(
-                            (start + i) // H, (start + i) % H, part,
-                            q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr,
-                            enter_ptr, leave_ptr, mass_ptr, pressure_ptr, torque_ptr,
-                            sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
-                            D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, 1, True,
-                        )  # fmt: skip
+    store_rows(dv_ptr, step, sen, vcol, present, out, V, VP)
 
 
 @triton.jit
 def value_grads(
-    q_ptr, k_ptr, g_ptr, dv_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr, mass_ptr, flag_ptr, total,
-    sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+    q_ptr, k_ptr, g_ptr, dv_ptr, x_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr, mass_ptr, flag_ptr,
+    total,
+    sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sdb, sdn, sdh, seb, sen, seh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
     LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
     COUNT: tl.constexpr,
@@ -527,9 +503,9 @@ def value_grads(
         if tl.load(flag_ptr + block * H + head) == 0:
             value_grads_of(
                 block, head,
-                q_ptr, k_ptr, g_ptr, dv_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr,
+                q_ptr, k_ptr, g_ptr, dv_ptr, x_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr,
                 mass_ptr,
-                sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+                sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sdb, sdn, sdh, seb, sen, seh, H,
                 D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, STAGES, False,
             )  # fmt: skip
     else:
@@ -539,8 +515,8 @@ def value_grads(
                 if tl.load(flag_ptr + start + i) != 0:
                     value_grads_of(
                         (start + i) // H, (start + i) % H,
-                        q_ptr, k_ptr, g_ptr, dv_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr,
+                        q_ptr, k_ptr, g_ptr, dv_ptr, x_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr,
                         mass_ptr,
-                        sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+                        sqb, sqn, sqh, skb, skn, skh, sgb, sgn, sgh, sdb, sdn, sdh, seb, sen, seh, H,
                         D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, 1, True,
                     )  # fmt: skip

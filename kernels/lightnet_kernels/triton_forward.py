@@ -30,6 +30,7 @@ from .triton_parts import (
     load_keys,
     load_matrix,
     load_rows,
+    load_triangle,
     load_vector,
     running_mass,
     some_flags,
@@ -100,11 +101,11 @@ def scan_units(
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     """enter, leave, mass and flag of a sequence's blocks in place of their first and greatest keys and sums. One
-    program a (sequence, head)."""
+    program a (sequence, head, slice of DP features)."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.load(sequences_ptr + sequence * 2).to(tl.int64)
     blocks = tl.load(sequences_ptr + sequence * 2 + 1)
-    col, step = tl.arange(0, DP), tl.arange(0, ROWS)
+    col, step = tl.program_id(2) * DP + tl.arange(0, DP), tl.arange(0, ROWS)
     state = (sequence * H + head) * D
     if INITIAL:
         top = load_vector(max0_ptr + state, col, D, DP)
@@ -136,9 +137,9 @@ def scan_units(
         tl.store(enter_ptr + at, enter, mask=ok)
         tl.store(leave_ptr + at, tl.where(fast, high, enter), mask=ok)
         tl.store(mass_ptr + at, totals * fade(tops, enter), mask=ok)
-        flagged = tl.max((fast & ok).to(tl.int32), 1)
-        tl.store(flag_ptr + (start + row) * H + head, flagged, mask=row < blocks)
-    if FINAL:
+        flagged = tl.max((fast & ok).to(tl.int32), 1)  # set to 0 before; slices only ever store 1
+        tl.store(flag_ptr + (start + row) * H + head, flagged, mask=(row < blocks) & (flagged != 0))
+    if FINAL:  # noqa: SIM102
         if blocks > 0:
             store_vector(max_ptr + state, col, top, D, DP)
             store_vector(sum_ptr + state, col, total, D, DP)
@@ -269,7 +270,8 @@ def scan_spans(
 
 @triton.jit
 def outputs_of(
-    block, head, q_ptr, k_ptr, v_ptr, o_ptr, blocks_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr, mass_ptr,
+    block, head, q_ptr, k_ptr, v_ptr, o_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr,
+    mass_ptr,
     sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sob, son, soh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
     LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
@@ -287,6 +289,7 @@ def outputs_of(
     kv_ptr += at * ((2 if LRPE else 1) * V)
     out = tl.zeros([BT, VP], tl.float32)
     scores = tl.zeros([BT, BT], tl.float32)
+    triangle = load_triangle(tri_ptr, BT)
     for part in tl.range(0, NH, num_stages=STAGES):
         col = part * DH + tl.arange(0, DH)
         enter, mass = load_vector(enter_ptr + at, col, D, DH), load_vector(mass_ptr + at, col, D, DH)
@@ -296,7 +299,7 @@ def outputs_of(
         else:
             weight = exp(load_keys(k_ptr, step, skn, col, present, D, DH) - enter[None, :])
             query = load_rows(q_ptr, step, sqn, col, present, D, DH)
-            read = activated_over(query, running_mass(weight.to(OP), mass, BT, PREC), SILU)
+            read = activated_over(query, running_mass(triangle, weight.to(OP), mass, PREC), SILU)
         state = load_matrix(kv_ptr, col, vcol, D, V, DH, VP)
         if LRPE:
             cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
@@ -326,7 +329,8 @@ def outputs_of(
 
 @triton.jit
 def outputs(
-    q_ptr, k_ptr, v_ptr, o_ptr, blocks_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr, mass_ptr, flag_ptr, total,
+    q_ptr, k_ptr, v_ptr, o_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr, mass_ptr, flag_ptr,
+    total,
     sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sob, son, soh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
     LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
@@ -338,7 +342,8 @@ def outputs(
         block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
         if tl.load(flag_ptr + block * H + head) == 0:
             outputs_of(
-                block, head, q_ptr, k_ptr, v_ptr, o_ptr, blocks_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr, mass_ptr,
+                block, head, q_ptr, k_ptr, v_ptr, o_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr,
+                mass_ptr,
                 sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sob, son, soh, H,
                 D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, STAGES, False,
             )  # fmt: skip
@@ -348,8 +353,8 @@ def outputs(
             for i in range(0, tl.minimum(total - start, COUNT)):
                 if tl.load(flag_ptr + start + i) != 0:
                     outputs_of(
-                        (start + i) // H, (start + i) % H, q_ptr, k_ptr, v_ptr, o_ptr, blocks_ptr, cos_ptr, sin_ptr,
-                        kv_ptr, enter_ptr, mass_ptr,
+                        (start + i) // H, (start + i) % H, q_ptr, k_ptr, v_ptr, o_ptr, blocks_ptr, tri_ptr,
+                        cos_ptr, sin_ptr, kv_ptr, enter_ptr, mass_ptr,
                         sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sob, son, soh, H,
                         D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, 1, True,
                     )  # fmt: skip

@@ -18,8 +18,10 @@ from .state import ScanState
 
 OPTIONAL = "Tensor? theta, Tensor? initial_max, Tensor? initial_sum, Tensor? initial_kv, Tensor? cu_seqlens"
 FORWARD = f"(Tensor query, Tensor key, Tensor value, {OPTIONAL}, bool silu, bool return_state)"
+# What the forward pass leaves for the backward pass, the fields of triton_scan.Blocks.
+SAVED = "Tensor kv, Tensor enter, Tensor leave, Tensor mass, Tensor flag, Tensor? cos, Tensor? sin, Tensor? turn"
 FINAL = "Tensor? final_max, Tensor? final_kv, Tensor? grad_sum, Tensor? grad_kv"
-BACKWARD = f"(Tensor grad, Tensor query, Tensor key, Tensor value, {OPTIONAL}, {FINAL}, bool silu)"
+BACKWARD = f"(Tensor grad, Tensor query, Tensor key, Tensor value, {OPTIONAL}, {SAVED}, {FINAL}, bool silu)"
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -38,30 +40,33 @@ def _group(*tensors: Tensor | None) -> tuple[Tensor, ...] | None:
 
 
 @torch.library.custom_op(
-    "lightnet::causal_scan", mutates_args=(), schema=f"{FORWARD} -> (Tensor, Tensor, Tensor, Tensor)"
+    "lightnet::causal_scan", mutates_args=(), schema=f"{FORWARD} -> ({', '.join(['Tensor'] * 12)})"
 )
 def causal_scan_op(
     query: Any, key: Any, value: Any, theta: Any, initial_max: Any, initial_sum: Any, initial_kv: Any,
     cu_seqlens: Any, silu: bool, return_state: bool,
 ) -> Any:  # fmt: skip
     with _on(query.device):
-        output, state = triton_scan.forward(
+        output, state, found = triton_scan.forward(
             query, key, value, None if theta is None else theta.contiguous(),
             _group(initial_max, initial_sum, initial_kv), _bounds(cu_seqlens, query), silu, return_state,
         )  # fmt: skip
-    return output, *(state or (query.new_empty(0, dtype=torch.float32) for _ in range(3)))
+    return tuple(query.new_empty(0) if x is None else x for x in (output, *(state or (None,) * 3), *found))
 
 
 @causal_scan_op.register_fake
 def _(query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, silu, return_state):  # type: ignore[no-untyped-def]
-    output = torch.empty_like(value, memory_format=torch.contiguous_format)
-    if not return_state:
-        return output, *(query.new_empty(0, dtype=torch.float32) for _ in range(3))
-    batch, _, heads, width = query.shape
+    shape = triton_scan.shape_of(query, value, theta, silu)
+    batch, tokens = query.shape[:2]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    rows = width if theta is None else 2 * width
-    vectors = [query.new_empty(sequences, heads, width, dtype=torch.float32) for _ in range(2)]
-    return output, *vectors, query.new_empty(sequences, heads, rows, value.shape[3], dtype=torch.float32)
+    if cu_seqlens is None:
+        blocks = batch * ((tokens + triton_scan.BLOCK - 1) // triton_scan.BLOCK)
+    else:  # depends on where the segments end
+        blocks = torch.library.get_ctx().new_dynamic_size()
+    output = torch.empty_like(value, memory_format=torch.contiguous_format)
+    state = triton_scan.empty_states(shape, sequences, query.device) if return_state else (None,) * 3
+    found = triton_scan.empty_blocks(shape, blocks, query.device)
+    return tuple(query.new_empty(0) if x is None else x for x in (output, *state, *found))
 
 
 @torch.library.custom_op(
@@ -71,13 +76,15 @@ def _(query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens
 )
 def causal_scan_backward_op(
     grad: Any, query: Any, key: Any, value: Any, theta: Any, initial_max: Any, initial_sum: Any, initial_kv: Any,
-    cu_seqlens: Any, final_max: Any, final_kv: Any, grad_sum: Any, grad_kv: Any, silu: bool,
+    cu_seqlens: Any, kv: Any, enter: Any, leave: Any, mass: Any, flag: Any, cos: Any, sin: Any, turn: Any,
+    final_max: Any, final_kv: Any, grad_sum: Any, grad_kv: Any, silu: bool,
 ) -> Any:  # fmt: skip
     final = _group(final_max, final_kv, grad_sum, grad_kv)
     with _on(query.device):
         grads = triton_scan.backward(
             grad, query, key, value, None if theta is None else theta.contiguous(),
             _group(initial_max, initial_sum, initial_kv), _bounds(cu_seqlens, query), silu,
+            triton_scan.Blocks(kv, enter, leave, mass, flag, cos, sin, turn),
             None if final is None else triton_scan.StateGrads(*final),
         )  # fmt: skip
     return tuple(query.new_empty(0, dtype=torch.float32) if x is None else x for x in grads)
@@ -85,8 +92,8 @@ def causal_scan_backward_op(
 
 @causal_scan_backward_op.register_fake
 def _(  # type: ignore[no-untyped-def]
-    grad, query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, final_max, final_kv, grad_sum,
-    grad_kv, silu,
+    grad, query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, kv, enter, leave, mass, flag, cos,
+    sin, turn, final_max, final_kv, grad_sum, grad_kv, silu,
 ):  # fmt: skip
     plain = {"memory_format": torch.contiguous_format}
     grads = [torch.empty_like(x, **plain) for x in (query, key, value)]
@@ -97,12 +104,15 @@ def _(  # type: ignore[no-untyped-def]
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, silu, return_state = inputs
     ctx.silu, ctx.return_state = silu, return_state
-    ctx.save_for_backward(*tensors, *((output[1], output[3]) if return_state else (None, None)))
+    found = output[4:] if tensors[3] is not None else (*output[4:9], None, None, None)
+    ctx.save_for_backward(*tensors, *found, *((output[1], output[3]) if return_state else (None, None)))
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, _max: Any, grad_sum: Tensor | None, grad_kv: Tensor | None) -> Any:
-    query, key, value, theta, *initial, cu_seqlens, final_max, final_kv = ctx.saved_tensors
+def _backward(ctx: Any, grad: Tensor | None, _max: Any, grad_sum: Tensor | None, grad_kv: Any, *_found: Any) -> Any:
+    saved = ctx.saved_tensors
+    query, key, value, theta, *initial, cu_seqlens = saved[:8]
+    found, final_max, final_kv = saved[8:16], *saved[16:]
     if grad is None:
         grad = torch.zeros_like(value)
     final = [None] * 4
@@ -111,7 +121,7 @@ def _backward(ctx: Any, grad: Tensor | None, _max: Any, grad_sum: Tensor | None,
         grad_kv = torch.zeros_like(final_kv) if grad_kv is None else grad_kv
         final = [final_max, final_kv, grad_sum, grad_kv]
     *grads, of_theta, of_sum, of_kv = causal_scan_backward_op(
-        grad, query, key, value, theta, *initial, cu_seqlens, *final, ctx.silu
+        grad, query, key, value, theta, *initial, cu_seqlens, *found, *final, ctx.silu
     )
     theta_grad = None if theta is None else of_theta
     states = (None, None, None) if initial[0] is None else (None, of_sum, of_kv)
@@ -135,11 +145,15 @@ def causal_scan(
     """See `scan.additive_scan`; inputs keep their dtype."""
     start = [None] * 3 if initial is None else [initial.max.detach().float(), initial.sum.float(), initial.kv.float()]
     theta = None if theta is None else theta.float()
-    output, *state = causal_scan_op(query, key, value, theta, *start, cu_seqlens, activation, return_state)
+    output, *state = causal_scan_op(  # and what the backward pass needs
+        query, key, value, theta, *start, cu_seqlens, activation, return_state
+    )
     if not return_state:
         return output, None
     if cu_seqlens is None:
         lengths = torch.full(query.shape[:1], query.shape[1], dtype=torch.int64, device=query.device)
     else:
         lengths = cu_seqlens.diff().to(query.device, torch.int64)
-    return output, ScanState(state[0].detach(), state[1], state[2], lengths + (0 if initial is None else initial.length))
+    return output, ScanState(
+        state[0].detach(), state[1], state[2], lengths + (0 if initial is None else initial.length)
+    )

@@ -192,8 +192,14 @@ def some_flags(flag_ptr, start, total, COUNT: tl.constexpr):
 
 
 @triton.jit
-def running_mass(weight, mass, BT: tl.constexpr, PREC: tl.constexpr):
-    """s_t in the block's unit: a product with a triangle of ones is a cumulative sum."""
+def load_triangle(ptr, BT: tl.constexpr):
+    """[t, r]: 1 where r <= t. A product with it is a cumulative sum. (Built in registers it costs more than all else
+    that is done to a tile of keys.)"""
     step = tl.arange(0, BT)
-    triangle = tl.where(step[:, None] >= step[None, :], 1.0, 0.0).to(weight.dtype)
+    return tl.load(ptr + step[:, None] * BT + step[None, :])
+
+
+@triton.jit
+def running_mass(triangle, weight, mass, PREC: tl.constexpr):
+    """s_t in the block's unit."""
     return tl.dot(triangle, weight, input_precision=PREC) + mass[None, :]

@@ -1,13 +1,15 @@
 """Backend "triton": the causal additive scan on a GPU (or under TRITON_INTERPRET=1 on a CPU, for tests).
 
 Forward: chains of blocks leave the state that every block finds (`chain_states`), then all blocks give their outputs at
-once. Backward: the chains run again, and from the end with gradients; then queries, then keys and values, all blocks at
+once. Backward: queries, all blocks at once; chains from the end with gradients; then keys, then values, all blocks at
 once. Where sequences are long and heads few a sequence is cut into spans, whose chains run twice: first to know what each
-span adds. Nothing waits for the device. For the backward pass the inputs are kept, nothing else.
+span adds. Nothing waits for the device. For the backward pass the inputs and the blocks' states are kept: one state for
+every BLOCK tokens, in the operands' dtype.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from .triton_tables import WINDOW, Tables, tables
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SLICE = 64  # DH
+LANES = 32  # features that one program of a scan over blocks looks at
 EXACT = 32  # (block, head) that one program of the exact form looks at
 
 
@@ -76,7 +79,7 @@ class Shape(NamedTuple):
     def grids(self, table: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
         """Grids of a kernel of blocks and its COUNT: the fast form, then the exact form where blocks need it."""
         blocks = table.blocks.shape[0]
-        return ((blocks, self.heads, self.slices), 0), ((triton.cdiv(blocks * self.heads, EXACT), 1, 1), EXACT)
+        return ((blocks, self.heads), 0), ((triton.cdiv(blocks * self.heads, EXACT), 1), EXACT)
 
     def of_states(self) -> dict[str, Any]:
         """Arguments of a scan over spans."""
@@ -86,12 +89,12 @@ class Shape(NamedTuple):
 
 # Pipeline stages without and with LRPE.
 LAUNCH = {
-    "chain_states": (3, 3),
-    "outputs": (2, 1),
-    "chain_grads": (2, 2),
-    "query_grads": (1, 1),
-    "key_grads": (1, 1),
-    "value_grads": (2, 1),
+    "chain_states": (3, 2),
+    "outputs": (2, 2),
+    "query_grads": (2, 1),
+    "chain_grads": (3, 2),
+    "key_grads": (2, 1),
+    "value_grads": (2, 2),
 }
 
 
@@ -109,6 +112,11 @@ def strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[:3])
 
 
+@functools.lru_cache(maxsize=8)
+def triangle(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(BLOCK, BLOCK, dtype=dtype, device=device).tril()
+
+
 class Angles(NamedTuple):
     """Tables of cos and sin, see `triton_forward.fill_angles`; None without LRPE."""
 
@@ -117,16 +125,12 @@ class Angles(NamedTuple):
     turn: Tensor | None
 
 
-def fill_angles(theta: Tensor | None, shape: Shape) -> Angles:
-    if theta is None:
+def empty_angles(shape: Shape, device: torch.device) -> Angles:
+    if not shape.double:
         return Angles(None, None, None)
     kind = torch.float32 if shape.wide else torch.float16
-    cos, sin = torch.empty(2, shape.heads, BLOCK, shape.D, dtype=kind, device=theta.device).unbind(0)
-    turn = torch.empty(shape.heads, BLOCK + 1, 2, shape.D, dtype=torch.float32, device=theta.device)
-    forward_kernels.fill_angles[(triton.cdiv(BLOCK + 1, 8), shape.heads)](
-        theta, cos, sin, turn, D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, ROWS=8, num_warps=4
-    )
-    return Angles(cos, sin, turn)
+    cos, sin = (torch.empty(shape.heads, BLOCK, shape.D, dtype=kind, device=device) for _ in range(2))
+    return Angles(cos, sin, torch.empty(shape.heads, BLOCK + 1, 2, shape.D, dtype=torch.float32, device=device))
 
 
 def span_moves(theta: Tensor | None, table: Tables) -> Tensor | None:
@@ -141,13 +145,28 @@ def span_moves(theta: Tensor | None, table: Tables) -> Tensor | None:
 
 
 class Blocks(NamedTuple):
-    """What every block finds, see `triton_forward`."""
+    """What every block finds, see `triton_forward`; kept for the backward pass."""
 
     kv: Tensor
     enter: Tensor
     leave: Tensor
     mass: Tensor
     flag: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    turn: Tensor | None
+
+    @property
+    def angles(self) -> Angles:
+        return Angles(self.cos, self.sin, self.turn)
+
+
+def empty_blocks(shape: Shape, blocks: int, device: torch.device) -> Blocks:
+    heads = shape.heads
+    kv = torch.empty(blocks, heads, shape.rows, shape.V, dtype=shape.operand, device=device)
+    enter, leave, mass = (torch.empty(blocks, heads, shape.D, device=device) for _ in range(3))
+    flag = torch.zeros(blocks, heads, dtype=torch.int32, device=device)
+    return Blocks(kv, enter, leave, mass, flag, *empty_angles(shape, device))
 
 
 def block_states(
@@ -156,32 +175,34 @@ def block_states(
     theta: Tensor | None,
     shape: Shape,
     table: Tables,
-    angles: Angles,
     initial: tuple[Tensor, ...] | None,
     final: tuple[Tensor, ...] | None,
 ) -> Blocks:
     """Units and states. `initial` and `final`: max, sum and kv, float32; `final` is written where tokens are."""
     blocks, heads, device, kernels = table.blocks.shape[0], shape.heads, key.device, forward_kernels
-    kv = torch.empty(blocks, heads, shape.rows, shape.V, dtype=shape.operand, device=device)
-    enter, leave, mass = torch.empty(3, blocks, heads, shape.D, device=device).unbind(0)
-    found = Blocks(kv, enter, leave, mass, torch.empty(blocks, heads, dtype=torch.int32, device=device))
+    found = empty_blocks(shape, blocks, device)
+    kv, enter, leave, mass = found[:4]
     if not blocks or not heads:
         return found
     spans, sequences = table.spans.shape[0], table.lengths.shape[0]
-    padded = {"D": shape.D, "DP": triton.next_power_of_2(shape.D)}
+    if theta is not None:
+        kernels.fill_angles[(triton.cdiv(BLOCK + 1, 8), heads)](
+            theta, *found.angles, D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, ROWS=8, num_warps=4
+        )
     kernels.block_peaks[(blocks, heads)](
-        key, table.blocks, enter, leave, mass, *strides(key), heads, BT=BLOCK, num_warps=4, **padded
-    )
+        key, table.blocks, enter, leave, mass, *strides(key), heads,
+        D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, num_warps=4,
+    )  # fmt: skip
     max0, sum0, kv0 = initial or (None,) * 3
     top, total, last = final or (None,) * 3
-    kernels.scan_units[(sequences, heads)](
-        table.block_ranges, enter, leave, mass, found.flag, max0, sum0, top, total, heads, ROWS=16, num_warps=1,
-        INITIAL=initial is not None, FINAL=final is not None, **padded,
+    kernels.scan_units[(sequences, heads, triton.cdiv(shape.D, LANES))](
+        table.block_ranges, enter, leave, mass, found.flag, max0, sum0, top, total, heads,
+        D=shape.D, DP=LANES, ROWS=16, num_warps=1, INITIAL=initial is not None, FINAL=final is not None,
     )  # fmt: skip
 
     def run(before: Tensor | None, after: Tensor | None, **which: int) -> None:
         kernels.chain_states[(spans, heads, shape.chains)](
-            key, value, table.spans, *angles, kv, enter, leave, max0, top, before, after, *strides(key, value), heads,
+            key, value, table.spans, *found.angles, kv, enter, leave, max0, top, before, after, *strides(key, value), heads,
             **which, **shape.of("chain_states"),
         )  # fmt: skip
 
@@ -209,32 +230,31 @@ def forward(
     bounds: tuple[int, ...] | None,
     silu: bool,
     return_state: bool,
-) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-    """Output [B, N, H, Dv], contiguous, and, if asked for, the state's max, sum and kv."""
+) -> tuple[Tensor, tuple[Tensor, ...] | None, Blocks]:
+    """Output [B, N, H, Dv], contiguous; if asked for, the state's max, sum and kv; and what the backward pass needs."""
     shape = shape_of(query, value, theta, silu)
     table = tables(*query.shape[:2], bounds, BLOCK, shape.heads * shape.chains, query.device)
     query, key, value = rows_of(query), rows_of(key), rows_of(value)
     output = torch.empty_like(value, memory_format=torch.contiguous_format)
-    final = _empty_states(initial, table, shape, query.device) if return_state else None
-    angles = fill_angles(theta, shape)
-    found = block_states(key, value, theta, shape, table, angles, initial, final)
+    final = None
+    if return_state and initial is not None:
+        final = tuple(x.clone() for x in initial)
+    elif return_state:
+        final = empty_states(shape, table.lengths.shape[0], query.device)
+    found = block_states(key, value, theta, shape, table, initial, final)
     if table.blocks.shape[0] and shape.heads:
         for grid, count in shape.grids(table):
-            forward_kernels.outputs[(*grid[:2], 1)](
-                query, key, value, output, table.blocks, angles.cos, angles.sin, found.kv, found.enter, found.mass,
-                found.flag, table.blocks.shape[0] * shape.heads, *strides(query, key, value, output), shape.heads,
-                SILU=silu, COUNT=count, **shape.of("outputs"),
+            forward_kernels.outputs[grid](
+                query, key, value, output, table.blocks, triangle(shape.operand, query.device), found.cos, found.sin,
+                found.kv, found.enter, found.mass, found.flag, table.blocks.shape[0] * shape.heads,
+                *strides(query, key, value, output), shape.heads, SILU=silu, COUNT=count, **shape.of("outputs"),
             )  # fmt: skip
-    return output, final
+    return output, final, found
 
 
-def _empty_states(
-    initial: tuple[Tensor, ...] | None, table: Tables, shape: Shape, device: torch.device
-) -> tuple[Tensor, ...]:
+def empty_states(shape: Shape, sequences: int, device: torch.device) -> tuple[Tensor, ...]:
     """States after no token: what sequences without tokens end with."""
-    if initial is not None:
-        return tuple(x.clone() for x in initial)
-    vectors = (table.lengths.shape[0], shape.heads, shape.D)
+    vectors = (sequences, shape.heads, shape.D)
     return (
         torch.full(vectors, float("-inf"), device=device),
         torch.zeros(vectors, device=device),
@@ -260,6 +280,7 @@ def backward(
     initial: tuple[Tensor, ...] | None,
     bounds: tuple[int, ...] | None,
     silu: bool,
+    found: Blocks,
     final: StateGrads | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of query, key, value, theta, and of the initial state's sum and kv."""
@@ -277,8 +298,6 @@ def backward(
         if final is not None and first is not None:
             first, pushed = final.grad_kv, -final.grad_sum
         return (*grads, grad_theta, None if pushed is None else -pushed, first)
-    angles = fill_angles(theta, shape)
-    found = block_states(key, value, theta, shape, table, angles, initial, None)
     asked = torch.empty_like(found.kv)
     pressure = torch.empty_like(found.mass)
     torque = moved = None
@@ -292,18 +311,22 @@ def backward(
         last_kv = final.grad_kv * (scale.repeat(1, 1, 2) if shape.double else scale)[..., None]
         last_pressure = -final.grad_sum * scale
 
-    def run(before: Tensor | None, after: Tensor | None, **which: int) -> None:
-        kernels.chain_grads[(spans, heads, shape.chains)](
-            query, key, grad, table.spans, *angles, found.kv, asked, found.enter, found.leave, found.mass, found.flag,
-            grads[0], moved, before, after, *strides(query, key, grad, grads[0]), heads, SILU=silu, **which,
-            **shape.of("chain_grads"),
+    x = torch.empty(query.shape, dtype=shape.operand, device=device)
+    later = torch.empty_like(x) if query.dtype == torch.float16 else grads[1]  # float16 has not the range
+    for grid, count in shape.grids(table):
+        kernels.query_grads[grid](
+            query, key, value, grad, grads[0], x, later, table.blocks, triangle(shape.operand, device), found.cos,
+            found.sin, found.kv, found.enter, found.mass, found.flag, pressure, None if torque is None else torque[0],
+            blocks * heads, *strides(query, key, value, grad, x), heads, SILU=silu, COUNT=count,
+            **shape.of("query_grads"),
         )  # fmt: skip
 
-    kernels.exact_reads[(triton.cdiv(blocks * heads, EXACT),)](  # into dq, until that is known
-        query, key, grads[0], table.blocks, found.enter, found.mass, found.flag, blocks * heads,
-        *strides(query, key, grads[0]), heads, D=shape.D, DH=SLICE, NH=shape.slices, BT=BLOCK, SILU=silu, COUNT=EXACT,
-        num_warps=4,
-    )  # fmt: skip
+    def run(before: Tensor | None, after: Tensor | None, **which: int) -> None:
+        kernels.chain_grads[(spans, heads, shape.chains)](
+            x, grad, table.spans, *found.angles, found.kv, asked, found.enter, found.leave, moved, before, after,
+            *strides(x, grad), heads, **which, **shape.of("chain_grads"),
+        )  # fmt: skip
+
     to = 0 if first is None else 2
     if not table.chained:
         run(last_kv, first, FROM=0 if last_kv is None else 2, BLOCKS=1, TO=to)
@@ -316,26 +339,20 @@ def backward(
             BT=BLOCK, FINAL=last_kv is not None, **arguments,
         )  # fmt: skip
         run(held, first, FROM=1, BLOCKS=1, TO=to)
-    for grid, count in shape.grids(table):
-        kernels.query_grads[grid](
-            query, key, value, grad, grads[0], grads[1], table.blocks, angles.cos, angles.sin, found.kv, found.enter,
-            found.mass, found.flag, pressure, None if torque is None else torque[0], blocks * heads,
-            *strides(query, key, value, grad, grads[0]), heads, SILU=silu, COUNT=count, **shape.of("query_grads"),
-        )  # fmt: skip
-    kernels.scan_pressure[(sequences, heads)](
+    kernels.scan_pressure[(sequences, heads, triton.cdiv(shape.D, LANES))](
         table.block_ranges, found.enter, found.leave, pressure, last_pressure, pushed, heads,
-        D=shape.D, DP=triton.next_power_of_2(shape.D), ROWS=16, FINAL=final is not None, INITIAL=pushed is not None,
+        D=shape.D, DP=LANES, ROWS=16, FINAL=final is not None, INITIAL=pushed is not None,
         num_warps=1,
     )  # fmt: skip
     for grid, count in shape.grids(table):
         kernels.key_grads[grid](
-            query, key, value, grad, grads[1], table.blocks, angles.cos, angles.sin, asked, found.enter, found.leave,
-            found.mass, found.flag, pressure, None if torque is None else torque[1], blocks * heads,
-            *strides(query, key, value, grad, grads[1]), heads, SILU=silu, COUNT=count, **shape.of("key_grads"),
+            query, key, value, grad, grads[1], x, later, table.blocks, found.cos, found.sin, asked, found.enter,
+            found.leave, found.mass, found.flag, pressure, None if torque is None else torque[1], blocks * heads,
+            *strides(query, key, value, grad, x), heads, SILU=silu, COUNT=count, **shape.of("key_grads"),
         )  # fmt: skip
-        kernels.value_grads[(*grid[:2], 1)](
-            query, key, grad, grads[2], table.blocks, angles.cos, angles.sin, asked, found.enter, found.leave,
-            found.mass, found.flag, blocks * heads, *strides(query, key, grad, grads[2]), heads, SILU=silu,
+        kernels.value_grads[grid](
+            query, key, grad, grads[2], x, table.blocks, found.cos, found.sin, asked, found.enter, found.leave,
+            found.mass, found.flag, blocks * heads, *strides(query, key, grad, x, grads[2]), heads, SILU=silu,
             COUNT=count, **shape.of("value_grads"),
         )  # fmt: skip
     if torque is not None and moved is not None:
@@ -367,6 +384,16 @@ def _torque(kv: Tensor, grad_kv: Tensor) -> Tensor:
     return (sin * grad_cos - cos * grad_sin).sum(3)
 
 
+@torch.compiler.assume_constant_result
+def _interpreted() -> bool:
+    return bool(triton.knobs.runtime.interpret)
+
+
+@torch.compiler.assume_constant_result
+def _card(device: torch.device) -> tuple[int, str]:
+    return torch.cuda.get_device_capability(device)[0], torch.cuda.get_device_name(device)
+
+
 def unsupported(
     query: Tensor,
     key: Tensor,
@@ -389,12 +416,12 @@ def unsupported(
     if query.dtype not in DTYPES:
         return f"dtype {query.dtype}"
     if query.device.type == "cpu":
-        if not triton.knobs.runtime.interpret:
+        if not _interpreted():
             return "tensors on a CPU (except under TRITON_INTERPRET=1)"
     elif query.device.type != "cuda" or torch.version.hip is not None:
         return f"tensors on {query.device}"
-    elif torch.cuda.get_device_capability(query.device)[0] < 8:
-        return f"the card {torch.cuda.get_device_name(query.device)}, older than sm_80"
+    elif _card(query.device)[0] < 8:
+        return f"the card {_card(query.device)[1]}, older than sm_80"
     if initial_state is not None and initial_state.kv.dtype == torch.float64:
         return "a float64 initial_state"
     return None
