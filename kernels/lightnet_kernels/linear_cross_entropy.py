@@ -1,8 +1,8 @@
 """The language model's head and loss in one: logits of a chunk of tokens at a time, never of all, over a vocabulary that
 tensor-parallel ranks may share.
 
-No library's: liger-kernel and torch 2.13's own serve one rank (liger's TP form wants NVSHMEM), cut-cross-entropy's release
-has no TP and adds gradients in bf16 under locks, megatron-core's holds all logits and cuts gradients to bf16 (2026-11).
+No library's (read 2026-11): liger-kernel 0.8.5's TP form needs CUDA and counts padded rows, and it, like cut-cross-entropy 25.1.1
+(no TP), sums the weight's gradient in bf16; torch 2.13's has no TP; megatron-core's holds all logits, the fused in bf16.
 
 Memory beyond inputs and gradients: one chunk's logits, [chunk, V] in the dtype of ``hidden``, and where the weight has a
 gradient its float32 sum [V, W]. A chunk costs three matrix products, of the library, and a Triton kernel in place (PyTorch
