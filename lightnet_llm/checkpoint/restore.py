@@ -9,6 +9,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 from torch import Tensor, nn
 
+from ..errors import UserError
 from ..models.parameters import spec_of
 from .native import FP32, MOMENTS, STEP
 from .universal import UniversalForm
@@ -23,6 +24,12 @@ def restore(engine: Any, zero_stage: int, form: UniversalForm) -> None:
         zero_stage: the stage it runs.
         form: where to read.
     """
+    if getattr(engine.optimizer, "swap_optimizer", False):
+        raise UserError(
+            "a run cannot move to optimiser states on NVMe (deepspeed.zero_optimization.offload_optimizer); resume it "
+            "without, or on the layout that wrote its checkpoint",
+            shared=True,
+        )
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     if zero_stage == 0:
         _restore_plain(engine.optimizer, names, form)

@@ -50,7 +50,10 @@ def make(checkpoint: Path, manifest: dict[str, Any], progress: Progress) -> Path
         _write(checkpoint, manifest, partial / "zero", progress)
         facts = {"format": 1, "state": manifest["state"], "made_from": manifest["layout"]}
         store.seal(partial, checkpoint / FOLDER, facts)
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except UserError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    except (OSError, RuntimeError, KeyError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         free = shutil.disk_usage(checkpoint).free / 2**20
         raise UserError(

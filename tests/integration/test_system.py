@@ -21,11 +21,12 @@ def small_disk(tmp_path: Path):  # type: ignore[no-untyped-def]
     subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.parametrize("later", ["false", "true"])
 def test_disk_full_during_a_save_leaves_the_previous_checkpoint(
-    ranks: SpawnedRanks, tiny: Path, small_disk: Path, tmp_path: Path
+    later: str, ranks: SpawnedRanks, tiny: Path, small_disk: Path, tmp_path: Path
 ) -> None:
     overrides = ["train.steps=12", "checkpoint.interval=3", "train.resume=auto", f"train.output={small_disk}"]
-    arguments = ["--config", str(tiny), "train.name=run", *overrides]
+    arguments = ["--config", str(tiny), "train.name=run", f"checkpoint.async={later}", *overrides]
     codes = ranks.run(1, arguments, tmp_path / "full.log")
     assert codes == [1], (tmp_path / "full.log.rank0").read_text()[-2000:]
     errors = [x for x in (tmp_path / "full.log.rank0").read_text().splitlines() if x.startswith("error: ")]

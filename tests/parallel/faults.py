@@ -148,6 +148,17 @@ def die_while_converting() -> None:
     _wrap_torch_save(before)
 
 
+def rank_one_on_another_host() -> None:
+    """Rank 1 is the first of a host that does not see what rank 0 makes."""
+    import os
+
+    from lightnet_llm.checkpoint import universal
+
+    if os.environ["RANK"] == "1":
+        os.environ["LOCAL_RANK"] = "0"
+        universal.FOLDER = "universal_of_host_one"
+
+
 def forget_moments() -> None:
     """A move that starts the optimiser afresh."""
     from lightnet_llm.checkpoint.universal import UniversalForm

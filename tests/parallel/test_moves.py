@@ -157,6 +157,15 @@ def test_killed_and_damaged_conversions_are_made_again(moves: Moves, tmp_path: P
     assert "making a damaged universal form again" in (tmp_path / "run.log.rank0").read_text()
 
 
+def test_each_host_that_needs_it_makes_its_own(moves: Moves, tmp_path: Path) -> None:
+    moves.leg(tmp_path, "tp1", LEAVES, TIED)
+    check(moves.leg(tmp_path, "dp2 z3", ENDS, TIED, plant="rank_one_on_another_host"), moves.still(TIED))
+    checkpoint = tmp_path / "run" / "checkpoints" / store.step_name(LEAVES)
+    for name in (universal.FOLDER, "universal_of_host_one"):
+        store.verify(checkpoint / name)
+    assert "universal form of" not in (tmp_path / "run.log.rank1").read_text()  # one bar on the screen
+
+
 def test_a_conversion_that_cannot_be_written_is_refused(moves: Moves, tmp_path: Path) -> None:
     moves.leg(tmp_path, "dp2 z1", LEAVES, TIED)
     world, overrides = layout("tp2")

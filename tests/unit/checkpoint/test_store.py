@@ -1,0 +1,72 @@
+"""Checkpoint folders: whole or absent, the newest last, the right ones kept."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightnet_llm.checkpoint import store
+
+
+def save(root: Path, step: int, text: str = "content") -> Path:
+    folder = store.begin(root, step)
+    (folder / "engine").mkdir()
+    (folder / "engine" / "part").write_text(text)
+    return store.commit(root, step, {"state": {"step": step}})
+
+
+def test_the_same_step_saved_again_replaces_it_whole(tmp_path: Path) -> None:
+    save(tmp_path, 3, "before")
+    folder = save(tmp_path, 3, "after")
+    assert (folder / "engine" / "part").read_text() == "after"
+    store.verify(folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000003"]
+
+
+@pytest.mark.parametrize("killed", ["partial", "removed"])
+def test_what_a_kill_left_is_cleared_by_the_next_save(killed: str, tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    left = tmp_path / f".step_00000002.{killed}"
+    left.mkdir()
+    (left / "part").write_text("half")
+    found = store.newest_whole(tmp_path, print)
+    assert found is not None and found[0].name == "step_00000001"
+    save(tmp_path, 2)
+    assert not left.exists()
+
+
+def test_every_file_is_listed_wherever_it_lies(tmp_path: Path) -> None:
+    folder = store.begin(tmp_path, 1)
+    for name in ("engine/a.pt", "weights/b.safetensors", "random/rank00000.pt", "config.yaml"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    final = store.commit(tmp_path, 1, {})
+    for name in store.read_manifest(final)["files"]:
+        content = (final / name).read_bytes()
+        (final / name).write_bytes(content[:-1] + b"x")
+        with pytest.raises(ValueError, match="content does not match"):
+            store.verify(final)
+        (final / name).unlink()
+        with pytest.raises(ValueError, match="missing"):
+            store.verify(final)
+        (final / name).write_bytes(content)
+    assert len(store.read_manifest(final)["files"]) == 4
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.lists(st.integers(1, 40), min_size=1, max_size=12, unique=True).map(sorted),
+    keep_last=st.integers(1, 4),
+    keep_every=st.sampled_from([0, 4, 7]),
+)
+def test_rotation(tmp_path_factory: pytest.TempPathFactory, steps: list[int], keep_last: int, keep_every: int) -> None:
+    root = tmp_path_factory.mktemp("root")
+    for step in steps:
+        save(root, step)
+        store.prune(root, keep_last, keep_every)
+        assert (root / "latest").read_text().strip() == store.step_name(step)
+    kept = [step for step in steps if step in steps[-keep_last:] or (keep_every and step % keep_every == 0)]
+    assert [folder.name for folder in store.listed(root)] == [store.step_name(step) for step in kept]
+    for folder in store.listed(root):
+        store.verify(folder)
