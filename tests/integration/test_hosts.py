@@ -110,3 +110,30 @@ def test_a_killed_rank_ends_all_hosts(hosts: Hosts, tiny: Path, tmp_path: Path) 
         time.sleep(0.2)
     assert not ours(str(tiny)), "processes were left behind"
     assert (tmp_path / "run" / "checkpoints" / "step_00000005").is_dir()
+
+
+def test_a_host_cut_off_in_mid_run(hosts: Hosts, ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+    """Unplugged at the switch, nobody is told: all end within 60 s and name the cause; plugged in again, the run goes on."""
+    hosts.serve_ssh()
+    common = ["train.steps=60", "checkpoint.interval=5", "checkpoint.keep_last=100", "validation.interval=0"]
+    whole = steps_of(ranks.train(3, tiny, [*common, "train.global_batch=6"], tmp_path, "whole"), *FIELDS)
+    common += ["train.global_batch=6", "watchdog.step_seconds=20"]
+    command = [*LIGHTNET, "train", str(tiny), "--hostfile", str(hostfile(hosts, [1, 1, 1]))]
+    command += [f"train.output={tmp_path}", "train.name=run", "train.resume=auto", *common]
+    run, log = tmp_path / "run", tmp_path / "first.log"
+    process = hosts.start(0, command, log)
+    wait_for_step(run, 8, process, log)
+    hosts.cut(2)
+    saved = {path.name for path in (run / "checkpoints").glob("step_*")}
+    deadline = time.time() + 60
+    assert process.wait(timeout=60) != 0
+    text = log.read_text()
+    while [p for p in ours(str(run)) if p.is_running()] and time.time() < deadline:
+        time.sleep(0.2)
+    assert not ours(str(run)), f"processes were left behind\n{text[-3000:]}"
+    assert "rank 2" in text and "error: " in text, text[-3000:]
+    assert saved <= {path.name for path in (run / "checkpoints").glob("step_*")} and saved
+    hosts.mend(2)
+    process = hosts.start(0, command, tmp_path / "second.log")
+    assert process.wait(timeout=150) == 0, (tmp_path / "second.log").read_text()[-3000:]
+    assert steps_of(read_metrics(run), *FIELDS) == whole
