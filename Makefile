@@ -33,7 +33,7 @@ test-full: install  ## everything that is slow, too; leaves tests/logs/test-full
 	@mkdir -p tests/logs
 	{ date -u +%F; $(BIN)/python --version; $(PYTEST) -m "not system and not gpu" --timeout 1200; } 2>&1 | tee tests/logs/test-full.log
 
-test-system: install  ## what needs root; leaves tests/logs/test-system.log
+test-system: install  ## what needs root, iproute2 and Debian (pdsh, sshd and Slurm are fetched, not installed); leaves a log
 	@mkdir -p tests/logs
 	{ date -u +%F; $(BIN)/python --version; $(PYTEST) -m system --timeout 1200; } 2>&1 | tee tests/logs/test-system.log
 
