@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -44,17 +43,32 @@ class ScanExchange(Protocol):
 _BACKENDS: dict[str, Any] = {"reference": reference, "torch": torch_scan}
 
 
+@torch.compiler.assume_constant_result
+def _has_triton() -> bool:
+    return _import_triton()
+
+
 @functools.cache
-def _triton() -> ModuleType | None:
-    """The Triton backend, imported on first use: Triton is not a core dependency."""
+def _import_triton() -> bool:
+    """On first use: Triton is not a core dependency."""
     if importlib.util.find_spec("triton") is None:
-        return None
+        return False
     try:
-        module = importlib.import_module(".triton_scan", __package__)
+        module: Any = importlib.import_module(".triton_scan", __package__)
         module.ops = importlib.import_module(".triton_ops", __package__)
-        return module
+        module.bidirectional = importlib.import_module(".triton_bidirectional_scan", __package__)
+        return True
     except (ImportError, AttributeError):  # a Triton that this code does not know
+        return False
+
+
+def _triton() -> Any:
+    """The Triton backend or None, in a way that torch.compile can follow."""
+    if not _has_triton():
         return None
+    from . import triton_scan
+
+    return triton_scan
 
 
 def backends() -> list[str]:
@@ -70,16 +84,21 @@ def choose_backend(backend: str, query: Tensor, **request: Any) -> str:
         if query.device.type != "cuda" or query.dtype != torch.bfloat16 or query.shape[1] == 1:
             return "torch"
         triton = _triton()
-        return "torch" if triton is None or triton.unsupported(query, **request) else "triton"
+        return "torch" if triton is None or _unsupported(triton, query, request) else "triton"
     if backend == "triton":
         triton = _triton()
-        reason = "machines without triton 3.6" if triton is None else triton.unsupported(query, **request)
+        reason = "machines without triton 3.6" if triton is None else _unsupported(triton, query, request)
         if reason:
             raise ValueError(
                 f"additive_scan: backend 'triton' does not take {reason}; use backend='auto', which falls back to "
                 "'torch' there"
             )
     return backend
+
+
+def _unsupported(triton: Any, query: Tensor, request: dict[str, Any]) -> str | None:
+    reason: str | None = (triton if request["causal"] else triton.bidirectional).unsupported(query, **request)
+    return reason
 
 
 def additive_scan(
@@ -123,9 +142,9 @@ def additive_scan(
     return_state: also return the state after all tokens, earlier ones included. Its angle 0 is the next token; in a
         bidirectional call with coordinates it is coordinate 0, and such states are merged without theta.
     exchange: sequence parallelism, see `ScanExchange`.
-    backend: "auto", "reference" (O(N^2 D), the specification), "torch" or "triton" (GPU; causal, without decay,
-        key_mask and exchange; inputs bfloat16, float16 or float32, the same for all three). "auto" is "triton" on a GPU
-        where it does the case, else "torch". "triton" never waits for the device, unless cu_seqlens lies there: keep it
+    backend: "auto", "reference" (O(N^2 D), the specification), "torch" or "triton" (GPU; without decay, and causally
+        without key_mask and exchange; inputs bfloat16, float16 or float32, the same for all three). "auto" is "triton"
+        on a GPU where it does the case, else "torch". "triton" never waits for the device, unless cu_seqlens lies there: keep it
         on the CPU.
 
     Returns the output [B, N, H, Dv] in value's dtype (0 at masked tokens), or (output, state).
@@ -152,6 +171,24 @@ def additive_scan(
     if name == "triton":
         triton = _triton()
         assert triton is not None
+        if not causal:
+
+            def whole(local: ScanState) -> ScanState:
+                return _combined(local, initial_state, exchange, sequences, query, value, theta, torch.float32)
+
+            alone = initial_state is None and exchange is None and not return_state
+            output, state = triton.bidirectional.bidirectional_scan(
+                query,
+                key,
+                value,
+                activation=activation == "silu",
+                theta=theta,
+                coordinates=coordinates,
+                cu_seqlens=check_cu_seqlens("additive_scan", cu_seqlens, query.shape[0], query.shape[1]),
+                key_mask=None if key_mask is None else key_mask.to(query.device),
+                combine=None if alone else whole,
+            )
+            return (output, _in_dtype(state, torch.float32)) if return_state else output
         output, state = triton.ops.causal_scan(  # cu_seqlens is checked inside, where torch.compile does not look
             query,
             key,
@@ -197,18 +234,32 @@ def additive_scan(
         else:
 
             def combine(local: ScanState) -> ScanState:
-                if exchange is not None:
-                    local = _received("total", exchange.total(local), sequences, query, value, theta, state_dtype)
-                if initial_state is None:
-                    return local
-                # On a shared origin (coordinates) nothing turns; else both count from this call's first token.
-                return merge_states(initial, local)
+                return _combined(local, initial_state, exchange, sequences, query, value, theta, state_dtype)
 
             output, state = module.bidirectional_scan(*operands, **common, coordinates=coordinates, combine=combine)
     output = output.to(value.dtype)
     if not return_state:
         return output
     return output, _in_dtype(state, state_dtype)
+
+
+def _combined(
+    local: ScanState,
+    initial: ScanState | None,
+    exchange: ScanExchange | None,
+    sequences: int,
+    query: Tensor,
+    value: Tensor,
+    theta: Tensor | None,
+    dtype: torch.dtype,
+) -> ScanState:
+    """Bidirectional: the state of all tokens from that of the local ones."""
+    if exchange is not None:
+        local = _received("total", exchange.total(local), sequences, query, value, theta, dtype)
+    if initial is None:
+        return local
+    # On a shared origin (coordinates) nothing turns; else both count from this call's first token.
+    return merge_states(_in_dtype(initial, dtype), local)
 
 
 def _in_dtype(state: ScanState, dtype: torch.dtype) -> ScanState:

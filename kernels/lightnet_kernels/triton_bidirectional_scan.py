@@ -1,0 +1,571 @@
+"""Backend "triton", bidirectional: the one-scan form on a GPU (or under TRITON_INTERPRET=1 on a CPU, for tests).
+
+Four operators of torch.library, so that torch.compile and activation checkpointing pass through: the scan as a whole, and
+for calls that give, ask for or exchange states its two halves, the state of the tokens and what is read from a state.
+Nothing of the size of [B, N, H, D] is held but the tensors themselves; kernels in `triton_bidirectional`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import triton_bidirectional as kernels
+from .state import ScanState, shift_state
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+BLOCK = 64  # tokens of a block
+SLOTS = 264  # programs that an H100 runs at once, two on each of 132 multiprocessors
+NARROW = 32
+HELD = 13000  # float32 values of a state that one program can hold beside its tiles
+Optional: TypeAlias = Tensor | None
+
+
+def unsupported(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    theta: Tensor | None,
+    causal: bool,
+    options: dict[str, Any],
+    initial_state: ScanState | None,
+    return_state: bool,
+) -> str | None:
+    """What of these arguments the kernels do not do, or None; arguments as for `triton_scan.unsupported`."""
+    if options["decay"] is not None:
+        return "decay"
+    if not query.dtype == key.dtype == value.dtype:
+        return f"different dtypes ({query.dtype}, {key.dtype}, {value.dtype})"
+    if query.dtype not in DTYPES:
+        return f"dtype {query.dtype}"
+    if query.device.type == "cpu":
+        if not INTERPRETED:
+            return "tensors on a CPU (except under TRITON_INTERPRET=1)"
+    elif query.device.type != "cuda" or torch.version.hip is not None:
+        return f"tensors on {query.device}"
+    elif torch.cuda.get_device_capability(query.device)[0] < 8:
+        return f"the card {torch.cuda.get_device_name(query.device)}, older than sm_80"
+    if initial_state is not None and initial_state.kv.dtype == torch.float64:
+        return "a float64 initial_state"
+    return None
+
+
+def bidirectional_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    activation: bool,
+    theta: Tensor | None,
+    coordinates: Tensor | None,
+    cu_seqlens: list[int] | None,
+    key_mask: Tensor | None,
+    combine: Callable[[ScanState], ScanState] | None,
+) -> tuple[Tensor, ScanState | None]:
+    """See `scan.additive_scan`; inputs keep their dtype. `combine` takes the state of the local tokens to that of all
+    tokens; None: there are no others, and nobody asks for the state."""
+    places = _places(key, theta, coordinates, cu_seqlens, key_mask)
+    rest = (theta, places, key_mask, cu_seqlens)
+    if combine is None:
+        return scan_op(query, key, value, *rest, activation)[0], None
+    lengths = _lengths(key, cu_seqlens, key_mask)
+    peak, mass, kv = states_op(key, value, *rest)
+    whole = combine(ScanState(peak, mass, kv, lengths))
+    rows = whole.kv.shape[2] // whole.sum.shape[2]
+    read = whole.kv / torch.where(whole.sum > 0, whole.sum, 1.0).repeat(1, 1, rows).unsqueeze(-1)
+    output = read_op(query, read, *rest, activation)
+    return output, whole if coordinates is not None else shift_state(whole, lengths, theta)
+
+
+def _lengths(key: Tensor, bounds: list[int] | None, mask: Tensor | None) -> Tensor:
+    if bounds is None:
+        if mask is None:
+            return torch.full((key.shape[0],), key.shape[1], dtype=torch.int64, device=key.device)
+        return mask.sum(1)
+    edges = torch.tensor(bounds, dtype=torch.int64, device=key.device)
+    if mask is not None:
+        edges = torch.nn.functional.pad(mask[0].cumsum(0), (1, 0))[edges]
+    return edges.diff()
+
+
+def _places(
+    key: Tensor, theta: Tensor | None, coordinates: Tensor | None, bounds: list[int] | None, mask: Tensor | None
+) -> Tensor | None:
+    """int32 [1 or B, N, axes], or None where places simply count up from the sequence's first token."""
+    if theta is None or (coordinates is None and mask is None):
+        return None
+    if coordinates is not None:
+        grid = coordinates if coordinates.ndim == 2 else coordinates.unsqueeze(1)
+        return grid.to(key.device, torch.int32).unsqueeze(0).contiguous()
+    assert mask is not None
+    earlier = mask.cumsum(1) - mask.long()  # masked tokens are not counted
+    if bounds is not None:
+        edges = torch.tensor(bounds, dtype=torch.int64, device=key.device)
+        owner = torch.repeat_interleave(edges[:-1], edges.diff(), output_size=bounds[-1])
+        earlier = earlier - earlier[:, owner]
+    return earlier.int().unsqueeze(2).contiguous()
+
+
+class _Plan(NamedTuple):
+    """How sequences are cut into pieces. Batch rows by arithmetic, segments by a table on the device."""
+
+    sequences: int
+    pieces: int
+    splits: int  # pieces of a row
+    length: int  # tokens of a piece
+    fused: bool  # a piece is a sequence, and its state fits in registers
+    table: Tensor | None  # int32 [pieces, 4], see `find_piece`
+    ranges: Tensor | None  # int32 [sequences + 1], first piece of each sequence
+
+
+def _plan(shape: _Shape, bounds: Sequence[int] | None, device: torch.device, fuse: bool) -> _Plan:
+    programs = 2 * SLOTS // max(shape.heads, 1)  # pieces that fill the card twice over
+    if bounds is not None:
+        return _segment_plan(tuple(bounds), shape.heads, programs, fuse, device)
+    batch, tokens = shape.batch, shape.tokens
+    if fuse and (batch * shape.heads >= SLOTS - 8 or tokens <= 2 * BLOCK):
+        return _Plan(batch, batch, 1, tokens, True, None, None)
+    splits = max(1, min(programs // max(batch, 1), triton.cdiv(tokens, BLOCK)))
+    length = BLOCK * bool(not tokens) or triton.cdiv(triton.cdiv(tokens, splits), BLOCK) * BLOCK
+    splits = triton.cdiv(tokens, length)
+    return _Plan(batch, batch * splits, splits, length, False, None, None)
+
+
+@functools.lru_cache(maxsize=16)
+def _segment_plan(bounds: tuple[int, ...], heads: int, programs: int, fuse: bool, device: torch.device) -> _Plan:
+    """Made on the host, one copy to the device, remembered for the other layers of a model."""
+    edges = torch.tensor(bounds, dtype=torch.int64)
+    lengths = edges.diff()
+    sequences, longest = len(lengths), int(lengths.max())
+    even = sequences * heads >= SLOTS - 8 and longest * sequences <= 2 * bounds[-1]
+    fused = fuse and (even or longest <= 2 * BLOCK)
+    length = max(1, longest) if fused else triton.cdiv(triton.cdiv(bounds[-1], max(programs, 1)), BLOCK) * BLOCK
+    counts = torch.ones_like(lengths) if fused else (lengths + length - 1) // length
+    ranges = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    owner = torch.repeat_interleave(torch.arange(sequences), counts)
+    offset = (torch.arange(len(owner)) - ranges[owner]) * length
+    size = (lengths[owner] - offset).clamp_max(length)
+    table = torch.stack([edges[owner], edges[owner] + offset, size, owner], 1).int().contiguous().to(device)
+    return _Plan(sequences, len(owner), 1, length, fused, table, ranges.int().to(device))
+
+
+class _Shape(NamedTuple):
+    batch: int
+    tokens: int
+    heads: int
+    D: int
+    V: int
+    lrpe: bool
+    wide: bool  # float32 operands
+
+    @property
+    def halves(self) -> int:
+        return 2 if self.lrpe else 1
+
+    @property
+    def rows(self) -> int:
+        return self.halves * self.D
+
+    @property
+    def fits(self) -> bool:
+        return not self.wide and self.halves * sum(_tiles(self.D)) * sum(_tiles(self.V)) <= HELD
+
+    @property
+    def operand(self) -> torch.dtype:
+        return torch.float32 if self.wide else torch.bfloat16
+
+
+def _shape(x: Tensor, width: int, value_width: int, theta: Tensor | None) -> _Shape:
+    batch, tokens, heads = x.shape[:3]
+    return _Shape(batch, tokens, heads, width, value_width, theta is not None, x.dtype == torch.float32)
+
+
+def _narrow(width: int) -> tuple[int, ...]:
+    """The same in tiles of NARROW, for the loops that hold six of them at once."""
+    return tuple(NARROW for _ in range(max(1, 64 // NARROW))) + (
+        _tiles(width)[1:] if width <= 96 else (NARROW,) * (64 // NARROW)
+    )
+
+
+def _tiles(width: int) -> tuple[int, ...]:
+    """Widths are cut into powers of two: 72 as 64 + 16 does two fifths of the work of 128."""
+    if width <= 64:
+        return (64,)
+    return (64, max(16, triton.next_power_of_2(width - 64)))
+
+
+class _Where(NamedTuple):
+    """What all kernels are told of one call beside its tensors."""
+
+    theta: Tensor | None  # int32 [H, D], in 2^-32 turns
+    remainder: Tensor | None  # float32 [H, D], radians
+    places: Tensor | None
+    mask: Tensor | None
+    plan: _Plan
+    shape: _Shape
+
+    @property
+    def far(self) -> bool:
+        """Whether places may reach beyond 2^20, where 2^-33 turns of theta are 10^-3 radians. Grids do not."""
+        return self.shape.tokens > 2**20 or (self.places is not None and self.places.shape[2] == 1)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.theta, self.remainder, self.places, self.mask, self.plan.table
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        place_stride = 0 if self.places is None or self.places.shape[0] == 1 else self.places.stride(0)
+        mask_stride = 0 if self.mask is None else self.mask.stride(0)
+        return place_stride, mask_stride, self.shape.heads, self.shape.tokens, self.plan.splits, self.plan.length
+
+    def constants(self, name: str, *tensors: Tensor) -> dict[str, Any]:
+        """Tiles, warps and pipeline stages, by rule: nothing is tuned at run time."""
+        shape = self.shape
+        features, values = _tiles(shape.D), _tiles(shape.V)
+        arguments: dict[str, Any] = {}
+        if name in ("piece_states", "read_grad_pieces"):
+            # Features are independent there: programs share them where a state is large.
+            arguments["NF"] = 1
+            if sum(features) > 80 or shape.wide:
+                arguments["NF"], features = len(features), (64,)
+        narrow = _narrow(shape.D) if arguments.get("NF", 1) == 1 else _narrow(64)
+        if name in ("read_grad_pieces", "fused_backward"):
+            arguments["FN"] = narrow
+        if name == "weight_grad_pieces":
+            features = narrow
+        if name != "piece_states" and not name.startswith("fused"):
+            arguments["RELOAD"] = shape.wide
+        operand, precision = (tl.float32, "tf32x3") if shape.wide else (tl.bfloat16, "ieee")
+        return {
+            **arguments, "D": shape.D, "V": shape.V, "FW": features, "VW": values, "BT": BLOCK,
+            "LRPE": shape.lrpe, "AXES": 0 if self.places is None else self.places.shape[2],
+            "REST": shape.lrpe and (shape.wide or self.far),
+            "MASK": self.mask is not None, "TABLE": self.plan.table is not None, "OP": operand, "PREC": precision,
+            "APPROX": not shape.wide and not INTERPRETED, "ALIGN": _align(*tensors),
+            "STAGES": 1 if shape.wide else 2,
+            "num_warps": 8 if sum(features) > 80 and name == "weight_grad_pieces" else 4,
+        }  # fmt: skip
+
+
+def _where(
+    shape: _Shape, theta: Optional, places: Optional, mask: Optional, bounds: Sequence[int] | None,
+    device: torch.device, split: bool = False,
+) -> _Where:  # fmt: skip
+    """`split`: without the fused kernels."""
+    whole = remainder = None
+    if theta is not None:
+        turns = theta.double() / (2 * math.pi)
+        scaled = (turns - turns.round()) * 2.0**32
+        nearest = scaled.round()
+        remainder = ((scaled - nearest) * (2 * math.pi / 2**32)).float().contiguous()
+        # Half a turn is the same either way, and only one of them is an int32.
+        whole = torch.where(nearest == 2.0**31, -nearest, nearest).int().contiguous()
+    plan = _plan(shape, bounds, device, shape.fits and not split)
+    return _Where(whole, remainder, places, None if mask is None else mask.contiguous(), plan, shape)
+
+
+def _align(*tensors: Tensor) -> int:
+    """Elements that divide every stride, at most 16 bytes."""
+    unit = 16 // tensors[0].element_size()
+    for x in tensors:
+        unit = math.gcd(unit, *x.stride()[:3])
+    return unit
+
+
+def _strides(unit: int, *tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride // unit for x in tensors for stride in x.stride()[:3])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The tensor with features side by side and rows near enough for 32-bit offsets within a block."""
+    return x if x.stride(3) == 1 and x.stride(1) * BLOCK < 2**31 else x.contiguous()
+
+
+def _guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+
+
+def _launch(name: str, where: _Where, tensors: Sequence[Tensor], others: Sequence[Optional], **extra: Any) -> None:
+    """Run a kernel over all pieces. `tensors` [B, N, H, width] come with their strides, `others` without."""
+    if not where.plan.pieces or not where.shape.heads:
+        return
+    constants = {**where.constants(name, *tensors), **extra}
+    grid = (where.plan.pieces * where.shape.heads * constants.get("NF", 1),)
+    strides = _strides(constants["ALIGN"], *tensors)
+    getattr(kernels, name)[grid](*tensors, *others, *where.tensors, *strides, *where.sizes, **constants)
+
+
+def _merge(name: str, where: _Where, *arguments: Optional, **extra: Any) -> None:
+    plan, shape = where.plan, where.shape
+    if not plan.sequences or not shape.heads:
+        return
+    rows = 16
+    getattr(kernels, name)[(plan.sequences, shape.heads, triton.cdiv(shape.D, rows))](
+        *arguments, plan.ranges, shape.heads, plan.splits, D=shape.D, V=shape.V, ROWS=rows,
+        VP=max(16, triton.next_power_of_2(shape.V)), HALVES=shape.halves, TABLE=plan.ranges is not None, num_warps=4,
+        **extra,
+    )  # fmt: skip
+
+
+def _collect(key: Tensor, value: Tensor, where: _Where, norm: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Maximum, mass, and G (`norm`) or the state of every sequence."""
+    shape, plan, device = where.shape, where.plan, key.device
+    peaks, masses = torch.empty(2, plan.pieces, shape.heads, shape.D, device=device).unbind(0)
+    kvs = torch.empty(plan.pieces, shape.heads, shape.rows, shape.V, device=device)
+    _launch("piece_states", where, (key, value), (peaks, masses, kvs))
+    peak, mass = (torch.empty(plan.sequences, shape.heads, shape.D, device=device) for _ in range(2))
+    dtype = shape.operand if norm else torch.float32
+    state = torch.empty(plan.sequences, shape.heads, shape.rows, shape.V, device=device, dtype=dtype)
+    _merge("merge_states", where, peaks, masses, kvs, peak, mass, state, NORM=norm)
+    return peak, mass, state
+
+
+def _empty(x: Tensor, width: int) -> Tensor:
+    return torch.empty(*x.shape[:3], width, dtype=x.dtype, device=x.device)
+
+
+def _torque(where: _Where, parts: int) -> list[Optional]:
+    """Buffers for theta's gradient, one a pass."""
+    if where.theta is None:
+        return [None] * parts
+    return list(
+        torch.empty(parts, where.plan.pieces, where.shape.heads, where.shape.D, device=where.theta.device).unbind(0)
+    )
+
+
+def _theta_grad(torques: list[Optional], theta: Optional, like: Tensor) -> Tensor:
+    if theta is None:
+        return like.new_empty(0)
+    return torch.stack([x.sum(0) for x in torques if x is not None]).sum(0).to(theta.dtype)
+
+
+@torch.library.custom_op("lightnet::bidirectional_scan", mutates_args=())
+def scan_op(
+    query: Tensor, key: Tensor, value: Tensor, theta: Tensor | None, places: Tensor | None, mask: Tensor | None,
+    bounds: Sequence[int] | None, activation: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output, and for the backward pass maximum, mass and G of every sequence."""
+    shape = _shape(query, key.shape[3], value.shape[3], theta)
+    query, key, value = _rows(query), _rows(key), _rows(value)
+    with _guard(query):
+        where = _where(shape, theta, places, mask, bounds, query.device)
+        output = _empty(value, shape.V)
+        if not where.plan.fused:
+            peak, mass, state = _collect(key, value, where, True)
+            _launch("read_pieces", where, (query, output), (state,), SILU=activation)
+            return output, peak, mass, state
+        rest = where.plan.sequences, shape.heads
+        peak, mass = (torch.empty(*rest, shape.D, device=query.device) for _ in range(2))
+        state = torch.empty(*rest, shape.rows, shape.V, device=query.device, dtype=shape.operand)
+        _launch("fused_forward", where, (query, key, value, output), (peak, mass, state), SILU=activation)
+    return output, peak, mass, state
+
+
+@scan_op.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, theta: Optional, places: Optional, mask: Optional,
+    bounds: Sequence[int] | None, activation: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    peak, mass, state = _fake_states(key, value, theta, bounds)
+    dtype = torch.float32 if query.dtype == torch.float32 else torch.bfloat16
+    return torch.empty_like(value, memory_format=torch.contiguous_format), peak, mass, state.to(dtype)
+
+
+def _fake_states(key: Tensor, value: Tensor, theta: Optional, bounds: Sequence[int] | None) -> tuple[Tensor, ...]:
+    sequences = key.shape[0] if bounds is None else len(bounds) - 1
+    heads, width = key.shape[2:]
+    rows = width if theta is None else 2 * width
+    vector = key.new_empty(sequences, heads, width, dtype=torch.float32)
+    return vector, torch.empty_like(vector), vector.new_empty(sequences, heads, rows, value.shape[3])
+
+
+@torch.library.custom_op("lightnet::bidirectional_scan_backward", mutates_args=())
+def scan_backward_op(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, peak: Tensor, mass: Tensor, state: Tensor,
+    theta: Tensor | None, places: Tensor | None, mask: Tensor | None, bounds: Sequence[int] | None, activation: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    shape = _shape(query, key.shape[3], value.shape[3], theta)
+    query, key, value, grad = _rows(query), _rows(key), _rows(value), _rows(grad)
+    with _guard(query):
+        where = _where(shape, theta, places, mask, bounds, query.device)
+        grad_query, grad_key, grad_value = _empty(query, shape.D), _empty(key, shape.D), _empty(value, shape.V)
+        grads = (grad_query, grad_key, grad_value)
+        if where.plan.fused:
+            torques = _torque(where, 1)
+            tensors = (query, key, value, grad, *grads)
+            _launch(
+                "fused_backward",
+                where,
+                tensors,
+                (peak, mass, state, torch.empty_like(state), torch.empty_like(peak), *torques),
+                SILU=activation,
+            )
+        else:
+            torques = _torque(where, 2)
+            parts = torch.empty(where.plan.pieces, *state.shape[1:], device=query.device)
+            _launch("read_grad_pieces", where, (query, grad, grad_query), (state, parts, torques[0]), SILU=activation)
+            grad_state, pressure = torch.empty_like(state), torch.empty_like(peak)
+            _merge("merge_grads", where, parts, state, grad_state, pressure)
+            others = (peak, mass, pressure, grad_state, torques[1])
+            _launch("weight_grad_pieces", where, (key, value, grad_key, grad_value), others, NORM=True)
+        return *grads, _theta_grad(torques, theta, peak)
+
+
+@scan_backward_op.register_fake
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, peak: Tensor, mass: Tensor, state: Tensor,
+    theta: Optional, places: Optional, mask: Optional, bounds: Sequence[int] | None, activation: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _fake_grads((query, key, value), theta, peak)
+
+
+def _fake_grads(inputs: tuple[Tensor, ...], theta: Optional, like: Tensor) -> tuple[Tensor, ...]:
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+    return *grads, like.new_empty(0) if theta is None else theta.new_empty(theta.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, theta, places, mask, ctx.bounds, ctx.activation = inputs
+    ctx.save_for_backward(query, key, value, *output[1:], theta, places, mask)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _scan_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    *grads, theta = scan_backward_op(grad, *ctx.saved_tensors, ctx.bounds, ctx.activation)
+    return (*grads, theta if ctx.needs_input_grad[3] else None, None, None, None, None)
+
+
+scan_op.register_autograd(_scan_backward, setup_context=_setup)
+
+
+@torch.library.custom_op("lightnet::bidirectional_states", mutates_args=())
+def states_op(
+    key: Tensor, value: Tensor, theta: Tensor | None, places: Tensor | None, mask: Tensor | None,
+    bounds: Sequence[int] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Maximum, mass and weighted values of every sequence's tokens, float32, angle 0 at place 0."""
+    shape = _shape(key, key.shape[3], value.shape[3], theta)
+    key, value = _rows(key), _rows(value)
+    with _guard(key):
+        return _collect(key, value, _where(shape, theta, places, mask, bounds, key.device, split=True), False)
+
+
+@states_op.register_fake
+def _(
+    key: Tensor, value: Tensor, theta: Optional, places: Optional, mask: Optional, bounds: Sequence[int] | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_states(key, value, theta, bounds)
+
+
+@torch.library.custom_op("lightnet::bidirectional_states_backward", mutates_args=())
+def states_backward_op(
+    grad_mass: Tensor, grad_kv: Tensor, key: Tensor, value: Tensor, peak: Tensor, theta: Tensor | None,
+    places: Tensor | None, mask: Tensor | None, bounds: Sequence[int] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    shape = _shape(key, key.shape[3], value.shape[3], theta)
+    key, value = _rows(key), _rows(value)
+    with _guard(key):
+        where = _where(shape, theta, places, mask, bounds, key.device, split=True)
+        grad_key, grad_value = _empty(key, shape.D), _empty(value, shape.V)
+        torques = _torque(where, 1)
+        # A state is sum_t e^(k_t - max) (1, v_t): what the whole scan subtracts as p is here -dmass.
+        others = (peak, None, -grad_mass.contiguous(), grad_kv.to(shape.operand).contiguous(), torques[0])
+        _launch("weight_grad_pieces", where, (key, value, grad_key, grad_value), others, NORM=False)
+        return grad_key, grad_value, _theta_grad(torques, theta, peak)
+
+
+@states_backward_op.register_fake
+def _(
+    grad_mass: Tensor, grad_kv: Tensor, key: Tensor, value: Tensor, peak: Tensor, theta: Optional,
+    places: Optional, mask: Optional, bounds: Sequence[int] | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _fake_grads((key, value), theta, peak)
+
+
+def _setup_states(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    key, value, theta, places, mask, ctx.bounds = inputs
+    ctx.save_for_backward(key, value, output[0], theta, places, mask)
+    ctx.mark_non_differentiable(output[0])
+
+
+def _states_backward(ctx: Any, _: Any, grad_mass: Tensor, grad_kv: Tensor) -> tuple[Any, ...]:
+    *grads, theta = states_backward_op(grad_mass, grad_kv, *ctx.saved_tensors, ctx.bounds)
+    return (*grads, theta if ctx.needs_input_grad[2] else None, None, None, None)
+
+
+states_op.register_autograd(_states_backward, setup_context=_setup_states)
+
+
+@torch.library.custom_op("lightnet::bidirectional_read", mutates_args=())
+def read_op(
+    query: Tensor, state: Tensor, theta: Tensor | None, places: Tensor | None, mask: Tensor | None,
+    bounds: Sequence[int] | None, activation: bool,
+) -> Tensor:  # fmt: skip
+    """phi(q) read from G [sequences, H, D or 2D, Dv] float32."""
+    shape = _shape(query, query.shape[3], state.shape[3], theta)
+    query = _rows(query)
+    with _guard(query):
+        where = _where(shape, theta, places, mask, bounds, query.device, split=True)
+        output = _empty(query, shape.V)
+        _launch("read_pieces", where, (query, output), (state.to(shape.operand).contiguous(),), SILU=activation)
+    return output
+
+
+@read_op.register_fake
+def _(
+    query: Tensor, state: Tensor, theta: Optional, places: Optional, mask: Optional, bounds: Sequence[int] | None,
+    activation: bool,
+) -> Tensor:  # fmt: skip
+    return query.new_empty(*query.shape[:3], state.shape[3])
+
+
+@torch.library.custom_op("lightnet::bidirectional_read_backward", mutates_args=())
+def read_backward_op(
+    grad: Tensor, query: Tensor, state: Tensor, theta: Tensor | None, places: Tensor | None, mask: Tensor | None,
+    bounds: Sequence[int] | None, activation: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    shape = _shape(query, query.shape[3], state.shape[3], theta)
+    query, grad = _rows(query), _rows(grad)
+    with _guard(query):
+        where = _where(shape, theta, places, mask, bounds, query.device, split=True)
+        grad_query = _empty(query, shape.D)
+        torques = _torque(where, 1)
+        held = state.to(shape.operand).contiguous()
+        parts = torch.empty(where.plan.pieces, *state.shape[1:], device=query.device)
+        _launch("read_grad_pieces", where, (query, grad, grad_query), (held, parts, torques[0]), SILU=activation)
+        grad_state = torch.empty(state.shape, device=query.device)
+        pressure = torch.empty(*state.shape[:2], shape.D, device=query.device)
+        _merge("merge_grads", where, parts, held, grad_state, pressure)
+        return grad_query, grad_state.to(state.dtype), _theta_grad(torques, theta, pressure)
+
+
+@read_backward_op.register_fake
+def _(
+    grad: Tensor, query: Tensor, state: Tensor, theta: Optional, places: Optional, mask: Optional,
+    bounds: Sequence[int] | None, activation: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _fake_grads((query, state), theta, state)
+
+
+def _setup_read(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    query, state, theta, places, mask, ctx.bounds, ctx.activation = inputs
+    ctx.save_for_backward(query, state, theta, places, mask)
+
+
+def _read_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    *grads, theta = read_backward_op(grad, *ctx.saved_tensors, ctx.bounds, ctx.activation)
+    return (*grads, theta if ctx.needs_input_grad[2] else None, None, None, None, None)
+
+
+read_op.register_autograd(_read_backward, setup_context=_setup_read)
