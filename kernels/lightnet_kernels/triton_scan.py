@@ -20,11 +20,13 @@ from torch import Tensor
 from . import triton_backward as backward_kernels
 from . import triton_forward as forward_kernels
 from .state import ScanState
+from .triton_launch import launch
 from .triton_parts import BLOCK
 from .triton_tables import WINDOW, Tables, tables
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SLICE = 64  # DH
+PEAKS = 4
 LANES = 32  # features that one program of a scan over blocks looks at
 EXACT = 32  # (block, head) that one program of the exact form looks at
 
@@ -54,7 +56,7 @@ class Shape(NamedTuple):
     @property
     def value_slice(self) -> int:
         """Value features of one chain: with both halves of a doubled state no more than its registers hold."""
-        return 64 if self.double or self.wide else self.value_width
+        return 64 if (self.double and LAUNCH["chain_states"][1].warps == 4) or self.wide else self.value_width
 
     @property
     def chains(self) -> int:
@@ -65,15 +67,15 @@ class Shape(NamedTuple):
     def operand(self) -> torch.dtype:
         return torch.float32 if self.wide else torch.bfloat16  # float16 tensors want bfloat16's range
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019 (a tuple of numbers)
     def of(self, name: str) -> dict[str, Any]:
         """Arguments of a kernel of blocks: widths, operands, and how it is launched, by rule: nothing is tuned."""
-        stages = LAUNCH[name][1 if self.double else 0]
+        rule = LAUNCH[name][1 if self.double else 0]
+        values = {"VB": self.value_slice} if name.startswith("chain") else {"VP": self.value_width}
         return {
-            "D": self.D, "V": self.V, "DH": SLICE, "NH": self.slices, "BT": BLOCK,
-            **({"VB": self.value_slice} if name.startswith("chain") else {"VP": self.value_width}),
-            "LRPE": self.double, "OP": tl.float32 if self.wide else tl.bfloat16,
-            "PREC": "tf32x3" if self.wide else "ieee", "STAGES": 1 if self.wide else stages,
-            "num_warps": 4,
+            "D": self.D, "V": self.V, "DH": SLICE, "NH": self.slices, "BT": BLOCK, **values, "LRPE": self.double,
+            "OP": tl.float32 if self.wide else tl.bfloat16, "PREC": "tf32x3" if self.wide else "ieee",
+            "STAGES": 1 if self.wide else rule.stages, "num_warps": rule.warps,
         }  # fmt: skip
 
     def grids(self, table: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
@@ -81,20 +83,34 @@ class Shape(NamedTuple):
         blocks = table.blocks.shape[0]
         return ((blocks, self.heads), 0), ((triton.cdiv(blocks * self.heads, EXACT), 1), EXACT)
 
+    def apart(self, name: str, grids: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The same for a kernel that may take a slice of features a program."""
+        (grid, count), exact = grids
+        split = LAUNCH[name][1 if self.double else 0].split
+        return ((*grid, self.slices if split else 1), count), exact
+
     def of_states(self) -> dict[str, Any]:
         """Arguments of a scan over spans."""
         rows = min(16, triton.next_power_of_2(self.D))
         return {"D": self.D, "V": self.V, "BD": rows, "VP": self.value_width, "LRPE": self.double, "num_warps": 4}
 
 
-# Pipeline stages without and with LRPE.
+class Rule(NamedTuple):
+    """How a kernel of blocks is launched."""
+
+    stages: int  # of its pipeline
+    warps: int = 4
+    split: bool = False  # a slice of features a program
+
+
+# Without and with LRPE, as measured (benchmarks/LOG.md).
 LAUNCH = {
-    "chain_states": (3, 2),
-    "outputs": (2, 2),
-    "query_grads": (2, 1),
-    "chain_grads": (3, 2),
-    "key_grads": (2, 1),
-    "value_grads": (2, 2),
+    "chain_states": (Rule(3), Rule(2)),
+    "outputs": (Rule(2), Rule(2)),
+    "query_grads": (Rule(2), Rule(1)),
+    "chain_grads": (Rule(3), Rule(2)),
+    "key_grads": (Rule(2), Rule(1)),
+    "value_grads": (Rule(3), Rule(2)),
 }
 
 
@@ -186,22 +202,22 @@ def block_states(
         return found
     spans, sequences = table.spans.shape[0], table.lengths.shape[0]
     if theta is not None:
-        kernels.fill_angles[(triton.cdiv(BLOCK + 1, 8), heads)](
+        launch(kernels.fill_angles, (triton.cdiv(BLOCK + 1, 8), heads))(
             theta, *found.angles, D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, ROWS=8, num_warps=4
         )
-    kernels.block_peaks[(blocks, heads)](
+    launch(kernels.block_peaks, (blocks, heads))(
         key, table.blocks, enter, leave, mass, *strides(key), heads,
-        D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, num_warps=4,
+        D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, num_warps=PEAKS,
     )  # fmt: skip
     max0, sum0, kv0 = initial or (None,) * 3
     top, total, last = final or (None,) * 3
-    kernels.scan_units[(sequences, heads, triton.cdiv(shape.D, LANES))](
+    launch(kernels.scan_units, (sequences, heads, triton.cdiv(shape.D, LANES)))(
         table.block_ranges, enter, leave, mass, found.flag, max0, sum0, top, total, heads,
         D=shape.D, DP=LANES, ROWS=16, num_warps=1, INITIAL=initial is not None, FINAL=final is not None,
     )  # fmt: skip
 
     def run(before: Tensor | None, after: Tensor | None, **which: int) -> None:
-        kernels.chain_states[(spans, heads, shape.chains)](
+        launch(kernels.chain_states, (spans, heads, shape.chains))(
             key, value, table.spans, *found.angles, kv, enter, leave, max0, top, before, after, *strides(key, value), heads,
             **which, **shape.of("chain_states"),
         )  # fmt: skip
@@ -213,7 +229,7 @@ def block_states(
     held = torch.empty(spans, heads, shape.rows, shape.V, device=device)
     run(None, held, FROM=0, BLOCKS=0, TO=1)
     arguments = shape.of_states()
-    kernels.scan_spans[(sequences, heads, triton.cdiv(shape.D, arguments["BD"]))](
+    launch(kernels.scan_spans, (sequences, heads, triton.cdiv(shape.D, arguments["BD"])))(
         table.span_ranges, table.spans, enter, leave, held, span_moves(theta, table), max0, kv0, heads,
         BT=BLOCK, INITIAL=initial is not None, **arguments,
     )  # fmt: skip
@@ -244,7 +260,7 @@ def forward(
     found = block_states(key, value, theta, shape, table, initial, final)
     if table.blocks.shape[0] and shape.heads:
         for grid, count in shape.grids(table):
-            forward_kernels.outputs[grid](
+            launch(forward_kernels.outputs, grid)(
                 query, key, value, output, table.blocks, triangle(shape.operand, query.device), found.cos, found.sin,
                 found.kv, found.enter, found.mass, found.flag, table.blocks.shape[0] * shape.heads,
                 *strides(query, key, value, output), shape.heads, SILU=silu, COUNT=count, **shape.of("outputs"),
@@ -313,8 +329,8 @@ def backward(
 
     x = torch.empty(query.shape, dtype=shape.operand, device=device)
     later = torch.empty_like(x) if query.dtype == torch.float16 else grads[1]  # float16 has not the range
-    for grid, count in shape.grids(table):
-        kernels.query_grads[grid](
+    for grid, count in shape.apart("query_grads", shape.grids(table)):
+        launch(kernels.query_grads, grid)(
             query, key, value, grad, grads[0], x, later, table.blocks, triangle(shape.operand, device), found.cos,
             found.sin, found.kv, found.enter, found.mass, found.flag, pressure, None if torque is None else torque[0],
             blocks * heads, *strides(query, key, value, grad, x), heads, SILU=silu, COUNT=count,
@@ -322,7 +338,7 @@ def backward(
         )  # fmt: skip
 
     def run(before: Tensor | None, after: Tensor | None, **which: int) -> None:
-        kernels.chain_grads[(spans, heads, shape.chains)](
+        launch(kernels.chain_grads, (spans, heads, shape.chains))(
             x, grad, table.spans, *found.angles, found.kv, asked, found.enter, found.leave, moved, before, after,
             *strides(x, grad), heads, **which, **shape.of("chain_grads"),
         )  # fmt: skip
@@ -334,23 +350,24 @@ def backward(
         held = torch.empty(spans, heads, shape.rows, shape.V, device=device)
         run(None, held, FROM=0, BLOCKS=0, TO=1)
         arguments = shape.of_states()
-        kernels.scan_span_grads[(sequences, heads, triton.cdiv(shape.D, arguments["BD"]))](
+        launch(kernels.scan_span_grads, (sequences, heads, triton.cdiv(shape.D, arguments["BD"])))(
             table.span_ranges, table.spans, held, found.enter, found.leave, span_moves(theta, table), last_kv, heads,
             BT=BLOCK, FINAL=last_kv is not None, **arguments,
         )  # fmt: skip
         run(held, first, FROM=1, BLOCKS=1, TO=to)
-    kernels.scan_pressure[(sequences, heads, triton.cdiv(shape.D, LANES))](
+    launch(kernels.scan_pressure, (sequences, heads, triton.cdiv(shape.D, LANES)))(
         table.block_ranges, found.enter, found.leave, pressure, last_pressure, pushed, heads,
         D=shape.D, DP=LANES, ROWS=16, FINAL=final is not None, INITIAL=pushed is not None,
         num_warps=1,
     )  # fmt: skip
-    for grid, count in shape.grids(table):
-        kernels.key_grads[grid](
+    for grid, count in shape.apart("key_grads", shape.grids(table)):
+        launch(kernels.key_grads, grid)(
             query, key, value, grad, grads[1], x, later, table.blocks, found.cos, found.sin, asked, found.enter,
             found.leave, found.mass, found.flag, pressure, None if torque is None else torque[1], blocks * heads,
             *strides(query, key, value, grad, x), heads, SILU=silu, COUNT=count, **shape.of("key_grads"),
         )  # fmt: skip
-        kernels.value_grads[grid](
+    for grid, count in shape.grids(table):
+        launch(kernels.value_grads, grid)(
             query, key, grad, grads[2], x, table.blocks, found.cos, found.sin, asked, found.enter, found.leave,
             found.mass, found.flag, blocks * heads, *strides(query, key, grad, x, grads[2]), heads, SILU=silu,
             COUNT=count, **shape.of("value_grads"),
