@@ -22,8 +22,9 @@ import sys
 from tests.parallel import faults
 if sys.argv[1]:
     getattr(faults, sys.argv[1])()
-from lightnet_llm.training.main import main
-sys.exit(main(sys.argv[2:]))
+from lightnet_llm.training.main import start
+sys.argv[1:] = sys.argv[2:]
+start()
 """
 
 
@@ -35,8 +36,16 @@ class SpawnedRanks:
         """GPUs of this machine."""
         return torch.cuda.device_count()
 
-    def run(self, world: int, arguments: list[str], log: Path, plant: str | None = None) -> list[int]:
-        """Exit codes of ``world`` ranks."""
+    def run(
+        self,
+        world: int,
+        arguments: list[str],
+        log: Path,
+        plant: str | None = None,
+        grace: float = 10,
+        **environment: str,
+    ) -> list[int]:
+        """Exit codes of ``world`` ranks; those that outlive the first that failed by ``grace`` seconds are killed."""
         if world > self.gpus():
             pytest.skip(f"needs {world} GPUs")
         with socket.socket() as probe:
@@ -45,13 +54,13 @@ class SpawnedRanks:
         processes = []
         for rank in range(world):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-            environment = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             with Path(f"{log}.rank{rank}").open("w") as output:
                 processes.append(
                     subprocess.Popen(
                         [sys.executable, "-c", CODE, plant or "", *arguments],
                         cwd=ROOT,
-                        env=environment,
+                        env={**os.environ, **place, **where, **environment},
                         stdout=output,
                         stderr=subprocess.STDOUT,
                     )
@@ -60,7 +69,7 @@ class SpawnedRanks:
         while any(p.poll() is None for p in processes):
             failed = any(p.poll() for p in processes)
             if failed:
-                deadline = min(deadline, time.time() + 10)
+                deadline = min(deadline, time.time() + grace)
             if time.time() > deadline:
                 for process in processes:
                     process.kill()
@@ -95,9 +104,18 @@ class Ranks(SpawnedRanks):
         assert self.process.stdout is not None
         assert json.loads(self.process.stdout.readline())["ready"]
 
-    def run(self, world: int, arguments: list[str], log: Path, plant: str | None = None) -> list[int]:
-        """Exit codes of ``world`` ranks."""
-        request = {"world": world, "arguments": arguments, "log": str(log), "plant": plant}
+    def run(
+        self,
+        world: int,
+        arguments: list[str],
+        log: Path,
+        plant: str | None = None,
+        grace: float = 5,
+        **environment: str,
+    ) -> list[int]:
+        """As on GPUs."""
+        request = {"world": world, "arguments": arguments, "log": str(log), "plant": plant, "grace": grace}
+        request["environment"] = environment
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()

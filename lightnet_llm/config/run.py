@@ -174,7 +174,7 @@ class WatchdogConfig(Section):
         default=1800.0,
         gt=0,
         description="Longest time for a start, the first three steps of a start (which compile), a save, or one "
-        "micro-batch of a validation.",
+        "micro-batch of a validation (a whole one with pipeline stages).",
     )
     silent_seconds: float = Field(
         default=25.0, gt=0, description="A rank without a sign of life for so long, while others wait, counts as gone."

@@ -132,7 +132,8 @@ class Guard:
 
     def __init__(self, engine: Any, judge: Judge, local_loss: Callable[[], Tensor]):
         self.judge, self.local_loss = judge, local_loss
-        self.loss, self.norm, self.reason = float("nan"), float("nan"), None
+        self.loss, self.norm = float("nan"), float("nan")
+        self.reason: str | None = None
         self.engine, self.optimizer = engine, engine.optimizer
         self.device: torch.device = engine.device
         if hasattr(self.optimizer, "scaled_global_norm"):  # ZeRO 1 and 2

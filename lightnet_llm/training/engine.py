@@ -35,6 +35,7 @@ from ..parallel.sequence import training_context
 from .bad_steps import Guard, Judge
 from .norms import group_norms
 from .optimizer import build_optimizer
+from .progress import Progress
 
 Batch = dict[str, Tensor]
 
@@ -79,6 +80,7 @@ class Engine:
         judge, guard: what decides that an update is skipped, and what it decided last.
         samples_read: sample ids of the step's micro-batches, as read on this rank.
         losses: their mean losses, where this rank computes them.
+        progress: told what this rank is doing.
     """
 
     def __init__(self, config: RunConfig, groups: Groups, device: torch.device, weights: Path | None = None):
@@ -87,6 +89,7 @@ class Engine:
         self.group_norms: dict[str, dict[str, float]] | None = None
         self.last_batch: Batch | None = None
         self.batch_checksum = 0
+        self.progress = Progress()
         self.samples_read: list[Tensor] = []
         self.losses: list[Tensor] = []
         self.clock = Clock(config.train.seed, place=groups.sequence)
@@ -144,6 +147,7 @@ class Engine:
 
     def _measure_then_step(self, *args: Any, **kwargs: Any) -> None:
         """Runs where gradients are reduced and not yet used, in both engines."""
+        self.progress.note("gradient norm and update")
         self.group_norms = group_norms(self.module, self.groups) if self.measure_groups else None
         self._step_alone(*args, **kwargs)
         self.guard.after_step()
@@ -160,7 +164,10 @@ class Engine:
 
     def _read(self, batches: Iterator[Batch]) -> Batch:
         """The next micro-batch; what was read is summed up, so that two runs can be seen to read the same."""
+        index = len(self.samples_read)
+        self.progress.note(f"reading micro-batch {index}")
         batch = next(batches)
+        self.progress.note(f"forward of micro-batch {index}")
         self.last_batch = batch
         self.samples_read.append(batch["sample_ids"])
         place = torch.arange(1, batch["input_ids"].shape[1] + 1)
@@ -220,6 +227,7 @@ class Engine:
         for index in range(micro_batches):
             loss = self._loss(self._to_device(self._read(batches)))
             self.losses.append(loss.detach())
+            self.progress.note(f"backward of micro-batch {index}")
             self.engine.set_gradient_accumulation_boundary(index == micro_batches - 1)
             self.engine.backward(loss)
             self.engine.step()
@@ -231,6 +239,7 @@ class Engine:
         self.engine.eval()
         total = torch.zeros((), device=self.device)
         for _ in range(micro_batches):
+            self.progress.begin("validation")
             total += self._loss(self._to_device(next(batches)))
         return self.reduce_mean(total / micro_batches)
 
@@ -326,6 +335,7 @@ class PipelineEngine(Engine):
     def evaluate(self, batches: Iterator[Batch], micro_batches: int) -> Tensor:
         """As the plain engine's."""
         self.clock.step = None
+        self.progress.begin("validation")
         self.module.eval()
         loss = self.engine.eval_batch(
             self._payloads(batches), compute_loss=True, reduce_output="avg", num_micro_batches=micro_batches

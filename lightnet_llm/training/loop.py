@@ -15,10 +15,11 @@ from ..errors import UserError
 from ..models.parameters import spec_of
 from ..parallel.agreement import Agreement
 from ..parallel.layout import Groups, layout_for, prepare_backend
-from . import data, out_of_memory
+from . import data, out_of_memory, watchdog
 from .bad_steps import pick_suspects
 from .engine import Engine, build_engine
 from .metrics import MetricsWriter, flops_per_token, memory_bytes, peak_flops
+from .progress import Progress
 from .resume import resume
 from .run_folder import RunFolder
 from .saving import Saver
@@ -30,12 +31,20 @@ class Trainer:
     """One run on all ranks. Built and driven by :func:`run`."""
 
     def __init__(
-        self, config: RunConfig, folder: RunFolder, groups: Groups, ranks: Agreement, device: torch.device, start: Start
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        groups: Groups,
+        ranks: Agreement,
+        device: torch.device,
+        start: Start,
+        progress: Progress,
     ):
         self.config, self.folder, self.groups, self.ranks, self.device = config, folder, groups, ranks, device
         self.start, self.state = start, start.state
         self.budget = budget_of(config, groups.layout.data)
         self.engine: Engine = build_engine(config, groups, device, start.weights)
+        self.engine.progress = self.progress = progress
         self.interrupted = False
         self.metrics: MetricsWriter | None = None
         self.data_rank = groups.place["data"]
@@ -66,6 +75,7 @@ class Trainer:
         window_start, window_tokens = time.perf_counter(), 0
         while state.step < end:
             step, batch, began = state.step, budget.batch_at(state.step), time.perf_counter()
+            self.progress.begin("step", step + 1)
             rate = self.engine.set_rate(learning_rate_factor(config.schedule, step, budget.steps))
             self.engine.measure_groups = self._due(step + 1, config.logging.groups_interval)
             loss = self._step(batches, step, batch)
@@ -91,17 +101,21 @@ class Trainer:
                 self.metrics.advance()
             if self.engine.guard.reason is not None:
                 self._skipped(first, saved)
+            self.progress.begin("bookkeeping")
             pause = time.perf_counter()
             if self._due(state.step, config.validation.interval) or (config.validation.interval and state.step == end):
                 self.validate()
             if saves or stop:
+                self.progress.begin("save")
                 self.saver.save(state)
                 saved, due = state.step, False
             window_start += time.perf_counter() - pause
             if stop:
                 self.ranks.log(f"stop requested: saved step {state.step}")
                 break
+        self.progress.begin("save")
         self.saver.wait()
+        self.progress.begin("end")
         if state.step == budget.steps:
             self.ranks.on_rank_zero(lambda: self.folder.mark_finished(state.step))
         if self.metrics is not None:
@@ -205,7 +219,10 @@ def run(config: RunConfig, launched: bool = False) -> int:
             f"{folder.path} is finished at step {start.finished}; a larger train.steps or train.tokens continues it"
         )
         return start.finished
-    trainer = Trainer(config, folder, groups, ranks, device, start)
+    started = ranks.on_rank_zero(lambda: time.strftime("%Y%m%d-%H%M%S"))
+    watch = watchdog.Watchdog(config.watchdog, folder.path / "hangs" / started, ranks.rank, layout.world)
+    watchdog.current = watch
+    trainer = Trainer(config, folder, groups, ranks, device, start, watch.progress)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: setattr(trainer, "interrupted", True))
     try:
@@ -218,4 +235,5 @@ def run(config: RunConfig, launched: bool = False) -> int:
         if trainer.metrics is not None:
             trainer.metrics.close()
     ranks.on_rank_zero(folder.clear_stop)
+    watch.leave()
     return trainer.state.step

@@ -10,7 +10,7 @@ import warnings
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, train, and turn user-facing errors into one line from rank 0. Returns the exit code."""
+    """Parse, train, and turn what goes wrong into one line. Returns the exit code, see :mod:`.failures`."""
     parser = argparse.ArgumentParser(prog="launch/train.py", description="One rank of a LightNet training run.")
     parser.add_argument("--config", required=True, help="YAML file or preset name")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
@@ -27,36 +27,86 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed|megatron")
 
+    # NCCL's flight recorder: the watchdog dumps it, to say which collective a device is in.
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        os.environ.setdefault(name, "2000")
+
     from lightnet_data.errors import DataError
 
     from ..config import load_config
     from ..errors import UserError
+    from . import failures
 
+    rank = os.environ["RANK"]
     try:
         config = load_config(given.config, given.overrides)
     except UserError as error:
-        if os.environ["RANK"] == "0":
+        failures.record("refused", str(error), 0)
+        if rank == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+        return failures.REFUSED
     try:
         from .loop import run
 
-        run(config, given.launched)
+        step = run(config, given.launched)
     except (UserError, DataError) as error:
-        rank = os.environ["RANK"]
+        _last_word("refused", str(error))
         if rank == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         elif not getattr(error, "shared", False):  # what one rank alone ran into, it must say itself
             print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
-        return 1
-    finally:
-        if "torch" in sys.modules:
-            import torch.distributed as dist
+        return failures.REFUSED
+    except Exception as error:
+        return _broken(error)
+    failures.record(failures.ENDED, "", step)
+    import torch.distributed as dist
 
-            if dist.is_initialized():
-                dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return 0
 
 
+def _last_word(kind: str, message: str) -> None:
+    """Tell the supervisor, and the ranks that would wait for this one."""
+    from . import failures, watchdog
+
+    failures.record(kind, message, watchdog.current.progress.step if watchdog.current else 0)
+    if watchdog.current is not None:
+        watchdog.current.announce(message)
+
+
+def _broken(error: Exception) -> int:
+    """An error that is no user's: its traceback, then one line that names the cause, which may lie on another rank."""
+    import traceback
+
+    from . import failures, watchdog
+
+    watch = watchdog.current
+    lines = traceback.format_exception(error)
+    own = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    # A collective fails on every rank when one is gone; a bug is this rank's own.
+    collective = any(part in line for part in ("distributed_c10d", "loss.backward", "run_backward") for line in lines)
+    cause = watch.cause() if watch is not None and collective else None
+    print("".join(lines), file=sys.stderr, flush=True)
+    if cause is not None:
+        failures.record("lost", cause, watch.progress.step if watch else 0)
+    else:
+        _last_word("failed", own)
+    print(f"error: rank {os.environ['RANK']}: {cause or own}", file=sys.stderr, flush=True)
+    return failures.FAILED
+
+
+def start() -> None:
+    """The process of a rank. After an error it does not wait for what may never come, such as a device or a peer."""
+    code = main()
+    if code:
+        from .watchdog import end_children
+
+        end_children()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    start()

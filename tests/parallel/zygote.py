@@ -1,6 +1,7 @@
 """A process that imports the training stack once and forks ranks on request: a fast launcher for tests.
 
-Protocol, one JSON object a line. In: {"world", "arguments", "log", "plant", "timeout"}. Out: {"codes", "seconds"}.
+Protocol, one JSON object a line. In: {"world", "arguments", "log", "plant", "timeout", "grace", "environment"}. Out:
+{"codes", "seconds"}. ``grace`` is how long ranks may outlive the first that failed before they are killed.
 ``plant`` names a function of tests.parallel.faults that every rank calls before it trains.
 """
 
@@ -23,6 +24,7 @@ def _rank(rank: int, world: int, port: int, request: dict) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
+    os.environ.update(request.get("environment") or {})
     log = os.open(f"{request['log']}.rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -60,7 +62,7 @@ def _run(request: dict) -> dict:
                 if done:
                     codes[rank] = os.waitstatus_to_exitcode(status)
                     if codes[rank]:
-                        kill_at = min(kill_at, time.time() + 5)  # the others get a moment to fail by themselves
+                        kill_at = min(kill_at, time.time() + request.get("grace", 5))
         if time.time() > kill_at:
             for rank, pid in enumerate(pids):
                 if rank not in codes:
