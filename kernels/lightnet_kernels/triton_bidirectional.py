@@ -75,6 +75,7 @@ def piece_states(
     theta, remainder, places, mask, table, key_b, key_t, key_h, value_b, value_t, value_h, places_b, mask_b,
     heads, tokens, splits, length,
     D: tl.constexpr, V: tl.constexpr, FW: tl.constexpr, VW: tl.constexpr, NF: tl.constexpr, BT: tl.constexpr,
+    BS: tl.constexpr,
     LRPE: tl.constexpr, AXES: tl.constexpr, REST: tl.constexpr, MASK: tl.constexpr, TABLE: tl.constexpr, OP: tl.constexpr,
     PREC: tl.constexpr, APPROX: tl.constexpr, ALIGN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +90,7 @@ def piece_states(
         row_of(value, batch, head, window[1], value_b, value_t, value_h, ALIGN), key_t * ALIGN, value_t * ALIGN, window,
         theta + head * D if LRPE else theta, remainder + head * D if REST else None,
         places + batch.to(tl.int64) * places_b if AXES > 0 else places, mask + batch.to(tl.int64) * mask_b if MASK else mask,
-        first, D, V, FW, VW, NF, BT, LRPE, AXES, MASK, OP, PREC, APPROX, STAGES,
+        first, D, V, FW, VW, NF, BS, LRPE, AXES, MASK, OP, PREC, APPROX, STAGES,
     )  # fmt: skip
     at = piece.to(tl.int64) * heads + head
     store_vectors(peak_ptr + at * D, first, peak, FW, D)
@@ -103,6 +104,7 @@ def fused_forward(
     theta, remainder, places, mask, table, query_b, query_t, query_h, key_b, key_t, key_h, value_b, value_t, value_h,
     output_b, output_t, output_h, places_b, mask_b, heads, tokens, splits, length,
     D: tl.constexpr, V: tl.constexpr, FW: tl.constexpr, VW: tl.constexpr, BT: tl.constexpr,
+    BS: tl.constexpr,
     LRPE: tl.constexpr, AXES: tl.constexpr, REST: tl.constexpr, MASK: tl.constexpr, TABLE: tl.constexpr, OP: tl.constexpr,
     PREC: tl.constexpr, APPROX: tl.constexpr, ALIGN: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +119,7 @@ def fused_forward(
     peak, mass, kv = collect(
         row_of(key, batch, head, window[1], key_b, key_t, key_h, ALIGN),
         row_of(value, batch, head, window[1], value_b, value_t, value_h, ALIGN), key_t * ALIGN, value_t * ALIGN, window,
-        theta, remainder, places, mask, 0, D, V, FW, VW, 1, BT, LRPE, AXES, MASK, OP, PREC, APPROX, STAGES,
+        theta, remainder, places, mask, 0, D, V, FW, VW, 1, BS, LRPE, AXES, MASK, OP, PREC, APPROX, STAGES,
     )  # fmt: skip
     norm = inverse(mass, FW)
     sine = scaled(kv[1], norm, FW, VW) if LRPE else ()
@@ -168,6 +170,7 @@ def read_grad_pieces(
     theta, remainder, places, mask, table, query_b, query_t, query_h, grad_b, grad_t, grad_h, grad_query_b,
     grad_query_t, grad_query_h, places_b, mask_b, heads, tokens, splits, length,
     D: tl.constexpr, V: tl.constexpr, FW: tl.constexpr, VW: tl.constexpr, FN: tl.constexpr, NF: tl.constexpr, BT: tl.constexpr,
+    BS: tl.constexpr,
     LRPE: tl.constexpr, AXES: tl.constexpr, REST: tl.constexpr, MASK: tl.constexpr, TABLE: tl.constexpr, OP: tl.constexpr,
     PREC: tl.constexpr, APPROX: tl.constexpr, ALIGN: tl.constexpr, SILU: tl.constexpr,
     RELOAD: tl.constexpr, STAGES: tl.constexpr,
@@ -188,7 +191,7 @@ def read_grad_pieces(
     at = piece.to(tl.int64) * heads + head
     grad_state = state_grads(
         query, grad, query_t * ALIGN, grad_t * ALIGN, window, theta, remainder, places, mask, first,
-        D, V, FW, VW, NF, BT, LRPE, AXES, MASK, OP, PREC, APPROX, SILU, STAGES,
+        D, V, FW, VW, NF, BS, LRPE, AXES, MASK, OP, PREC, APPROX, SILU, STAGES,
     )  # fmt: skip
     store_state(grad_state_ptr + at * size, first, grad_state, FW, VW, D, V, LRPE)
     state = state_ptr + (sequence.to(tl.int64) * heads + head) * size
@@ -244,6 +247,7 @@ def fused_backward(
     value_b, value_t, value_h, grad_b, grad_t, grad_h, grad_query_b, grad_query_t, grad_query_h, grad_key_b,
     grad_key_t, grad_key_h, grad_value_b, grad_value_t, grad_value_h, places_b, mask_b, heads, tokens, splits, length,
     D: tl.constexpr, V: tl.constexpr, FW: tl.constexpr, VW: tl.constexpr, FN: tl.constexpr, BT: tl.constexpr,
+    BS: tl.constexpr,
     LRPE: tl.constexpr, AXES: tl.constexpr, REST: tl.constexpr, MASK: tl.constexpr, TABLE: tl.constexpr, OP: tl.constexpr,
     PREC: tl.constexpr, APPROX: tl.constexpr, ALIGN: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -261,7 +265,7 @@ def fused_backward(
     grad = row_of(grad, batch, head, window[1], grad_b, grad_t, grad_h, ALIGN)
     grad_state = state_grads(
         query, grad, query_t * ALIGN, grad_t * ALIGN, window, theta, remainder, places, mask, 0,
-        D, V, FW, VW, 1, BT, LRPE, AXES, MASK, OP, PREC, APPROX, SILU, STAGES,
+        D, V, FW, VW, 1, BS, LRPE, AXES, MASK, OP, PREC, APPROX, SILU, STAGES,
     )  # fmt: skip
     pressure = products_with(state_ptr, grad_state[0], FW, VW, D, V, vectors(0.0, FW))
     if LRPE:

@@ -23,7 +23,7 @@ from .state import ScanState, shift_state
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-BLOCK = 64  # tokens of a block
+BLOCK = 64  # tokens of a block; half as many where sums of two rotations take the registers
 SLOTS = 264  # programs that an H100 runs at once, two on each of 132 multiprocessors
 NARROW = 32
 HELD = 13000  # float32 values of a state that one program can hold beside its tiles
@@ -246,6 +246,8 @@ class _Where(NamedTuple):
             features = narrow
         if name != "piece_states" and not name.startswith("fused"):
             arguments["RELOAD"] = shape.wide
+        if name not in ("read_pieces", "weight_grad_pieces"):
+            arguments["BS"] = 32 if shape.lrpe and not shape.wide else BLOCK
         operand, precision = (tl.float32, "tf32x3") if shape.wide else (tl.bfloat16, "ieee")
         return {
             **arguments, "D": shape.D, "V": shape.V, "FW": features, "VW": values, "BT": BLOCK,
