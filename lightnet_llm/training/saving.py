@@ -44,10 +44,10 @@ class _Job:
         self.step_seconds: list[float] = []
 
     def run(self, action: Callable[[], None]) -> None:
-        """Do it; what goes wrong is kept for :attr:`problem`, because other ranks wait at collectives."""
+        """Do it; whatever goes wrong is kept for :attr:`problem`: other ranks wait, and a thread's errors are lost."""
         try:
             action()
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:
             self.problem = self.problem or f"{type(error).__name__}: {error}"
 
     def write_all(self) -> None:
@@ -184,6 +184,12 @@ class Saver:
         }
 
     def _commit(self, job: _Job) -> None:
+        world = self.groups.layout.world
+        unseen = [rank for rank in range(world) if not randomness.rank_file(job.folder, rank).is_file()]
+        if unseen:  # each rank's last file
+            raise OSError(
+                f"files of ranks {unseen} cannot be seen in {job.folder}; train.output must lie on shared storage"
+            )
         (job.folder / "config.yaml").write_bytes((self.folder.path / "config.yaml").read_bytes())
         store.commit(self.folder.checkpoints, job.step, job.facts)
         keep = self.config.checkpoint
@@ -217,4 +223,5 @@ class Saver:
             path = part_file(job.folder, place["pipeline"], place["tensor"])
             size = self.groups.layout.tensor
             put(lambda: write_weights(path, tensors, joins, place["tensor"], size), path)
+        # The last of this rank's files: rank 0 takes it for the sign that all of them can be seen.
         save_file(randomness.capture(), randomness.rank_file(job.folder, self.ranks.rank))

@@ -83,6 +83,38 @@ def limit_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
 
 
+def fail_oddly_in_second_save() -> None:
+    """A rank's writer stumbles over something that nobody foresaw."""
+    import os
+
+    def before(path: str) -> None:
+        if os.environ["RANK"] == "1" and "step_00000006" in path:
+            raise TypeError("cannot pickle this")
+
+    _wrap_torch_save(before)
+
+
+def lose_files_of_rank_one() -> None:
+    """Rank 1 writes to a folder of its own host."""
+    import os
+    from pathlib import Path
+
+    import torch
+
+    original = torch.save
+
+    def save(content, path, *args, **kwargs):  # type: ignore[no-untyped-def]
+        if os.environ["RANK"] == "1" and "step_00000006" in str(path):
+            from lightnet_llm.checkpoint import store
+
+            store.sync = lambda path: None
+            path = Path(str(path).replace("/checkpoints/", "/elsewhere/"))
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return original(content, path, *args, **kwargs)
+
+    torch.save = save
+
+
 def write_slowly() -> None:
     """A save's first file waits until training has taken two more steps, or a second where training waits for it."""
     import time

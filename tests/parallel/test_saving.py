@@ -89,6 +89,24 @@ def test_a_full_disk_leaves_the_one_before(plant: str, later: bool, ranks: Ranks
 
 
 @pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    [
+        ("fail_oddly_in_second_save", "cannot pickle this"),
+        ("lose_files_of_rank_one", "files of ranks [1] cannot be seen"),
+    ],
+)
+def test_a_checkpoint_that_lacks_a_file_is_none(
+    plant: str, says: str, later: bool, ranks: Ranks, tiny: Path, tmp_path: Path
+) -> None:
+    arguments = ["--config", str(tiny), f"train.output={tmp_path}", "train.name=run", *COMMON]
+    codes = ranks.run(2, [*arguments, *([ASYNC] if later else [])], tmp_path / "log", plant=plant)
+    assert codes == [1, 1]
+    assert any(says in (tmp_path / f"log.rank{rank}").read_text() for rank in range(2))
+    assert checkpoints(tmp_path / "run") == ["step_00000003"]
+
+
+@pytest.mark.parametrize("later", [False, True])
 def test_killed_while_saving_leaves_the_one_before(later: bool, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     arguments = ["--config", str(tiny), f"train.output={tmp_path}", "train.name=run", *COMMON]
     codes = ranks.run(2, [*arguments, *([ASYNC] if later else [])], tmp_path / "log", plant="die_in_second_save")
