@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +15,7 @@ from ..config.deepspeed import deepspeed_config, effective_zero_stage
 from ..errors import UserError
 from ..launch.command import HANDOVER, device_count, launcher_command
 from ..launch.hosts import read_hostfile
+from ..supervisor import Hosts, Supervisor
 
 
 def _ranks(config: RunConfig, gpus: int | None, hosts: dict[str, int] | None) -> int:
@@ -63,44 +59,6 @@ def resolve(config: RunConfig, world: int) -> dict[str, Any]:
     }
 
 
-class _Supervisor:
-    """Runs the launcher; the first signal asks the ranks to save and stop, a second one kills them."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-    def __init__(self, request_stop: Callable[[], None]):
-        self.request_stop = request_stop
-        self.process: subprocess.Popen[bytes] | None = None
-        self.asked: float | None = None
-
-    def _handle(self, _number: int, _frame: object) -> None:
-        if self.asked is not None and time.monotonic() - self.asked < 2.0:
-            return  # the same request, delivered to the process and to its group
-        if self.asked is not None:
-            click.echo("second signal: killing the ranks", err=True)
-            self._kill()
-            return
-        self.asked = time.monotonic()
-        click.echo("stop requested: the ranks save after the step they are in (again to kill them)", err=True)
-        self.request_stop()
-
-    def _kill(self) -> None:
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    def run(self, command: list[str], environment: dict[str, str], output: Any) -> int:
-        """Exit code of the launcher; nothing it started stays behind."""
-        previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
-        try:
-            self.process = subprocess.Popen(command, env=environment, stdout=output, start_new_session=True)
-            return self.process.wait()
-        finally:
-            self._kill()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-
 def _checks(config: RunConfig) -> list[Callable[[], object]]:
     """What a start needs beside a legal configuration."""
     from ..checkpoint.store import resolve as resolve_checkpoint
@@ -124,9 +82,30 @@ def _checks(config: RunConfig) -> list[Callable[[], object]]:
 @click.option(
     "--dry-run", is_flag=True, help="Resolve the run, say which rank holds what and what is missing; start nothing."
 )
+@click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Start a failed run again so often, from its newest checkpoint, on the hosts that are left.",
+)
+@click.option(
+    "--back-off",
+    type=click.FloatRange(min=0),
+    default=5.0,
+    show_default=True,
+    help="Seconds before a restart; doubled while the same step fails.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the resolved run as JSON.")
 def train(
-    config: str, overrides: tuple[str, ...], gpus: int | None, hostfile: str | None, dry_run: bool, as_json: bool
+    config: str,
+    overrides: tuple[str, ...],
+    gpus: int | None,
+    hostfile: str | None,
+    dry_run: bool,
+    restarts: int,
+    back_off: float,
+    as_json: bool,
 ) -> None:
     """Train CONFIG (a YAML file or a preset's name) with key=value overrides."""
     if gpus is not None and hostfile is not None:
@@ -163,14 +142,17 @@ def train(
     folder.clear_stop()
     # With --json, standard output is that one object: the launcher talks on standard error.
     output = sys.stderr if as_json else None
-    supervisor = _Supervisor(folder.request_stop)
-    command, environment = launcher_command(config, overrides, world, hosts, folder.path)
+
+    def command(ranks: int, on: Hosts, further: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+        return launcher_command(config, (*overrides, *further), ranks, on, folder.path)
+
+    supervisor = Supervisor(
+        loaded, folder.path, folder.request_stop, command, restarts, back_off, devices=device_count, output=output
+    )
     try:
-        code = supervisor.run(command, environment, output)
+        supervisor.run(world, hosts)
     finally:
         (folder.path / HANDOVER).unlink(missing_ok=True)  # it holds the environment, which may hold secrets
-    if code:
-        raise UserError(f"the run ended with exit code {code}; its own message stands above")
     if not as_json:
         click.echo(f"{folder.path}: step {_last_step(folder)}", err=True)
 

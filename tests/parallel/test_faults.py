@@ -75,8 +75,7 @@ def test_hung_rank(layout: str, ranks: SpawnedRanks, tiny: Path, tmp_path: Path)
     text = report.read_text()
     assert "step 8" in text.split(" has not ended after ")[0]
     assert "rank 1 (host " in text and "has not arrived: step 8 at tests/parallel/faults.py" in text
-    collective = {"dp2": "all_reduce", "zero3": "a", "pp2": "recv"}.get(layout, "all_reduce")
-    # ZeRO-3 gathers asynchronously: torch.distributed's own name of it is not on the stack while a rank waits.
+    collective = {"dp2": "all_reduce", "zero3": "reduce_scatter_tensor", "pp2": "recv"}.get(layout, "all_reduce")
     assert f" wait in {collective}" in text or f" waits in {collective}" in text
     assert " at lightnet_llm/" in text
     said = [line for lines in fault.errors for line in lines]
@@ -171,3 +170,27 @@ def test_failures_are_read_causes_first(tmp_path: Path, monkeypatch: pytest.Monk
         ("ended", 1),
     ]
     assert json.loads((tmp_path / "rank_00000.json").read_text())["message"] == "0"
+
+
+def test_the_launcher_starts_a_killed_run_again(ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+    """``lightnet train --restarts``: a rank is killed with -9; the run goes on and equals the one that never failed."""
+    from tests.integration.test_launcher import ours, train, wait_for_step
+
+    common = ["train.steps=60", "checkpoint.interval=5", "validation.interval=0", "train.batch_ramp=[]"]
+    whole = steps_of(ranks.train(2, tiny, common, tmp_path, "whole"), *FIELDS)
+    log = tmp_path / "log"
+    arguments = [str(tiny), "--gpus", "2", "--restarts", "2", "--back-off", "0.1", f"train.output={tmp_path}"]
+    process = train([*arguments, "train.name=run", *common], log)
+    wait_for_step(tmp_path / "run", 6, process, log)
+    next(p for p in ours(str(tmp_path)) if "--local_rank=1" in p.cmdline()).kill()
+    assert process.wait(timeout=120) == 0, log.read_text()[-3000:]
+    assert not ours(str(tmp_path)), "processes were left behind"
+    rows = read_metrics(tmp_path / "run")
+    assert steps_of(rows, *FIELDS) == whole
+    assert [row["event"] for row in rows if row.get("event") in ("failed", "restarted", "finished")] == [
+        "failed",
+        "restarted",
+        "finished",
+    ]
+    (failed,) = [row for row in rows if row.get("event") == "failed"]
+    assert "lost rank 1 (host " in failed["cause"] and not (tmp_path / "run" / "failures").exists()
