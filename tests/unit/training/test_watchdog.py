@@ -1,0 +1,88 @@
+"""Who is late, and how long a step may take."""
+
+from typing import Any
+
+import pytest
+
+from lightnet_llm.config.run import WatchdogConfig
+from lightnet_llm.training.late import describe, late_ranks
+from lightnet_llm.training.progress import Progress, waiting_in
+from lightnet_llm.training.watchdog import step_limit
+
+
+def rank(number: int, collective: str | None, step: int = 5, **groups: tuple[int, list[int]]) -> dict[str, Any]:
+    record = {"host": "h", "pid": 100 + number, "step": step, "at": f"step {step}", "place": "a.py:1 (f)"}
+    return record | {"collective": collective, "groups": {name: list(value) for name, value in groups.items()}}
+
+
+# Tensor groups (0, 1) and (2, 3), data groups (0, 2) and (1, 3): rank 1 hangs in its forward pass, 0 waits for it, and the
+# other two wait in the reduction of gradients, 2 for 0 and 3 for 1.
+CHAIN = {
+    0: rank(0, "all_reduce", tp=(10, [0, 1]), dp=(3, [0, 2])),
+    1: rank(1, None, tp=(9, [0, 1]), dq=(3, [1, 3])),
+    2: rank(2, "all_reduce", tq=(20, [2, 3]), dp=(4, [0, 2])),
+    3: rank(3, "all_reduce", tq=(20, [2, 3]), dq=(4, [1, 3])),
+}
+CASES: dict[str, tuple[dict[int, dict[str, Any]], set[int], list[int]]] = {
+    "chain": (CHAIN, set(), [1]),
+    "on the device": ({r: {**record, "collective": None} for r, record in CHAIN.items()}, set(), [1]),
+    "silent": (CHAIN, {2}, [2]),
+    # A pipeline's receive has no number: rank 0 of stage 0 hangs, 2 waits for its activations, 1 and 3 for the reduction.
+    "receive": (
+        {
+            0: rank(0, None, dp=(3, [0, 1])),
+            1: rank(1, "all_reduce", dp=(4, [0, 1])),
+            2: rank(2, "recv", dq=(3, [2, 3])),
+            3: rank(3, "all_reduce", dq=(4, [2, 3])),
+        },
+        set(),
+        [0],
+    ),
+    "receive alone": ({0: rank(0, None, dp=(3, [0, 1])), 1: rank(1, "recv", dp=(3, [0, 1]))}, set(), [0]),
+    "no numbers, an older step": ({0: rank(0, None, 5), 1: rank(1, None, 4)}, set(), [1]),
+    "nothing to tell": ({0: rank(0, "all_reduce"), 1: rank(1, "all_reduce")}, set(), []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_late_ranks(name: str) -> None:
+    records, silent, late = CASES[name]
+    assert late_ranks(records, silent) == late
+    text = describe(records, late, silent)
+    assert all(f"rank {number} (host h, pid {100 + number})" in text for number in late)
+    assert "\n" not in text
+
+
+def test_many_ranks_stay_one_short_line() -> None:
+    records = {number: rank(number, "all_reduce") for number in range(512)}
+    text = describe(records, list(range(100)), set(range(100)))
+    assert len(text) < 1000 and "and 96 more" in text and "..." in text
+
+
+@pytest.mark.parametrize(
+    ("given", "recent", "limit"),
+    [
+        (None, [], 1800),  # compiling
+        (None, [200.0, 1.0], 1800),
+        (None, [1.0, 1.0, 1.0], 45),
+        (None, [1.0, 30.0, 1.0], 150),
+        (7.0, [1.0] * 3, 7),
+        (7.0, [1.0], 1800),
+        (4000.0, [1.0], 4000),
+    ],
+)
+def test_step_limit(given: float | None, recent: list[float], limit: float) -> None:
+    assert step_limit(WatchdogConfig(step_seconds=given), recent) == limit
+
+
+def test_progress_counts_steps_alone() -> None:
+    progress = Progress()
+    for phase in ("step", "bookkeeping", "save", "step", "validation"):
+        progress.begin(phase, 3)
+    progress.note("micro-batch 2")
+    assert len(progress.recent) == 2 and str(progress) == "validation after step 3, micro-batch 2"
+
+
+def test_outside_any_collective() -> None:
+    collective, place = waiting_in()
+    assert collective is None and place.startswith("lightnet_llm/training/progress.py:")
