@@ -194,3 +194,44 @@ def test_the_launcher_starts_a_killed_run_again(ranks: SpawnedRanks, tiny: Path,
     ]
     (failed,) = [row for row in rows if row.get("event") == "failed"]
     assert "lost rank 1 (host " in failed["cause"] and not (tmp_path / "run" / "failures").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [["parallel.zero_stage=3"], []], ids=["zero3", "zero1"])
+def test_the_supervisor_goes_on_with_fewer_ranks(
+    overrides: list[str], ranks: SpawnedRanks, tiny: Path, tmp_path: Path
+) -> None:
+    """Two ranks, of which one is lost for good: one goes on, with the same batches and the same losses."""
+    import threading
+
+    from lightnet_llm.config import load_config
+    from lightnet_llm.launch.command import launcher_command
+    from lightnet_llm.supervisor import Supervisor
+    from tests.integration.test_launcher import ours
+
+    common = [*overrides, "train.steps=60", "checkpoint.interval=5", "validation.interval=0"]
+    whole = steps_of(ranks.train(2, tiny, common, tmp_path, "whole"), *FIELDS)
+    given = (*common, f"train.output={tmp_path}", "train.name=run")
+    run = tmp_path / "run"
+
+    def kill() -> None:
+        deadline = time.time() + 100
+        while not (run / "checkpoints" / "step_00000005").exists() and time.time() < deadline:
+            time.sleep(0.05)
+        next(p for p in ours(str(tmp_path)) if "--local_rank=1" in p.cmdline()).kill()
+
+    def command(world: int, hosts: object, further: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+        return launcher_command(str(tiny), (*given, *further), world, None, run)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    config = load_config(str(tiny), given)
+    Supervisor(config, run, lambda: None, command, restarts=1, back_off=0.1, devices=lambda: 1).run(2)
+    killer.join()
+    rows = read_metrics(run)
+    (event,) = [row for row in rows if row.get("event") == "restarted"]
+    assert event["world"] == 1
+    again = steps_of(rows, *FIELDS)
+    assert list(again) == list(whole)
+    for step, (loss, norm, samples) in whole.items():
+        assert abs(again[step][0] - loss) < 1e-5 and abs(again[step][1] / norm - 1) < 1e-4 and again[step][2] == samples

@@ -1,5 +1,6 @@
 """Who is late, and how long a step may take."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -83,6 +84,10 @@ def test_progress_counts_steps_alone() -> None:
     assert len(progress.recent) == 2 and str(progress) == "validation after step 3, micro-batch 2"
 
 
-def test_outside_any_collective() -> None:
-    collective, place = waiting_in()
-    assert collective is None and place.startswith("lightnet_llm/training/progress.py:")
+def test_where_the_main_thread_is() -> None:
+    found = []
+    thread = threading.Thread(target=lambda: found.append(waiting_in()))
+    thread.start()
+    thread.join()
+    ((collective, place),) = found
+    assert collective is None and place.startswith("tests/unit/training/test_watchdog.py:")
