@@ -48,7 +48,7 @@ WINDOW = tl.constexpr(4)
 
 @triton.jit
 def query_grads_of(
-    block, head, begin, end, q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, x_ptr, later_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr,
+    block, head, q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, x_ptr, later_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr,
     enter_ptr, mass_ptr, pressure_ptr, torque_ptr,
     sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
@@ -72,7 +72,7 @@ def query_grads_of(
     pairs = tl.where(step[:, None] >= step[None, :], pairs, 0.0)
     triangle = load_triangle(tri_ptr, BT)
     lag = (step + (place % WINDOW) * BT).to(tl.float32)
-    for part in tl.range(begin, end, num_stages=STAGES):
+    for part in tl.range(0, NH, num_stages=STAGES):
         col = part * DH + tl.arange(0, DH)
         enter, mass = load_vector(enter_ptr + at, col, D, DH), load_vector(mass_ptr + at, col, D, DH)
         query = load_rows(q_ptr, step, sqn, col, present, D, DH).to(tl.float32)
@@ -138,12 +138,9 @@ def query_grads(
     """dq, x, later and pressure. COUNT as in `triton_forward.outputs`."""
     if COUNT == 0:
         block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        parts = NH // tl.num_programs(2)  # all, or one a program
-        begin = tl.program_id(2) * parts
-        end = begin + parts
         if tl.load(flag_ptr + block * H + head) == 0:
             query_grads_of(
-                block, head, begin, end,
+                block, head,
                 q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, x_ptr, later_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr,
                 enter_ptr, mass_ptr, pressure_ptr, torque_ptr,
                 sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
@@ -155,7 +152,7 @@ def query_grads(
             for i in range(0, tl.minimum(total - start, COUNT)):
                 if tl.load(flag_ptr + start + i) != 0:
                     query_grads_of(
-                        (start + i) // H, (start + i) % H, 0, NH,
+                        (start + i) // H, (start + i) % H,
                         q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, x_ptr, later_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr,
                         enter_ptr, mass_ptr, pressure_ptr, torque_ptr,
                         sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
@@ -336,7 +333,7 @@ def scan_pressure(
 
 @triton.jit
 def key_grads_of(
-    block, head, begin, end, q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, x_ptr, later_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr,
+    block, head, q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, x_ptr, later_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr,
     enter_ptr, leave_ptr, mass_ptr, pressure_ptr, torque_ptr,
     sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
@@ -359,7 +356,7 @@ def key_grads_of(
     pairs = tl.dot(value, tl.trans(upstream), input_precision=PREC)  # [r, t]
     pairs = tl.where(step[:, None] <= step[None, :], pairs, 0.0)
     lag = (step + (place % WINDOW) * BT).to(tl.float32)
-    for part in tl.range(begin, end, num_stages=STAGES):
+    for part in tl.range(0, NH, num_stages=STAGES):
         col = part * DH + tl.arange(0, DH)
         leave = load_vector(leave_ptr + at, col, D, DH)
         taken = load_vector(pressure_ptr + at, col, D, DH)[None, :]
@@ -414,12 +411,9 @@ def key_grads(
     """dk. COUNT as in `triton_forward.outputs`."""
     if COUNT == 0:
         block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        parts = NH // tl.num_programs(2)  # all, or one a program
-        begin = tl.program_id(2) * parts
-        end = begin + parts
         if tl.load(flag_ptr + block * H + head) == 0:
             key_grads_of(
-                block, head, begin, end,
+                block, head,
                 q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, x_ptr, later_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr,
                 leave_ptr, mass_ptr, pressure_ptr, torque_ptr,
                 sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
@@ -431,7 +425,7 @@ def key_grads(
             for i in range(0, tl.minimum(total - start, COUNT)):
                 if tl.load(flag_ptr + start + i) != 0:
                     key_grads_of(
-                        (start + i) // H, (start + i) % H, 0, NH,
+                        (start + i) // H, (start + i) % H,
                         q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, x_ptr, later_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr,
                         leave_ptr, mass_ptr, pressure_ptr, torque_ptr,
                         sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,

@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from triton import knobs
 
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
-def _kind(x: Any) -> Any:
-    """What Triton compiles an argument for: dtype and alignment, or a number's divisibility."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() & 15 == 0
-    if type(x) is int:
-        return x == 1, x & 15 == 0, x >> 31
-    return x
+def _small(x: Any) -> Any:
+    """What Triton compiles a number for."""
+    return (x == 1, x & 15 == 0, x >> 31) if type(x) is int else x
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -29,15 +27,25 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 
     def start(*arguments: Any, **constants: Any) -> None:
         device = arguments[0].device
-        key = (kernel, device, *map(_kind, arguments), *constants.items())
+        values, kinds = [], []
+        for x in arguments:
+            if isinstance(x, Tensor):
+                x, dtype = x.data_ptr(), x.dtype  # an address: Triton would ask the driver what a tensor's is
+                kinds.append(dtype if x & 15 == 0 else (dtype, "unaligned"))
+            else:
+                kinds.append(_small(x))
+            values.append(x)
+        key = (kernel, device, *kinds, *constants.items())
         known = _compiled.get(key)
-        if known is not None:
-            compiled, rest = known
-            compiled[grid](*arguments, *rest)
+        if known is None or knobs.runtime.launch_enter_hook is not None:
+            compiled = kernel[grid](*arguments, **constants)
+            if hasattr(compiled, "packed_metadata"):  # not under the interpreter
+                rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+                _compiled[key] = compiled, rest
             return
-        compiled = kernel[grid](*arguments, **constants)
-        if hasattr(compiled, "packed_metadata"):  # not under the interpreter
-            rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-            _compiled[key] = compiled, rest
+        compiled, rest = known
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *rest)
 
     return start

@@ -55,7 +55,7 @@ def causal_scan_op(
 
 
 @causal_scan_op.register_fake
-def _(query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, silu, return_state):  # type: ignore[no-untyped-def]
+def _(query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, silu, return_state):
     shape = triton_scan.shape_of(query, value, theta, silu)
     batch, tokens = query.shape[:2]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -91,7 +91,7 @@ def causal_scan_backward_op(
 
 
 @causal_scan_backward_op.register_fake
-def _(  # type: ignore[no-untyped-def]
+def _(
     grad, query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, kv, enter, leave, mass, flag, cos,
     sin, turn, final_max, final_kv, grad_sum, grad_kv, silu,
 ):  # fmt: skip
@@ -111,20 +111,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward(ctx: Any, grad: Tensor | None, _max: Any, grad_sum: Tensor | None, grad_kv: Any, *_found: Any) -> Any:
     saved = ctx.saved_tensors
-    query, key, value, theta, *initial, cu_seqlens = saved[:8]
-    found, final_max, final_kv = saved[8:16], *saved[16:]
+    query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens = saved[:8]
+    found, (final_max, final_kv) = saved[8:16], saved[16:]
     if grad is None:
         grad = torch.zeros_like(value)
-    final = [None] * 4
+    final: list[Tensor | None] = [None] * 4
     if ctx.return_state and (grad_sum is not None or grad_kv is not None):
         grad_sum = torch.zeros_like(final_max) if grad_sum is None else grad_sum
         grad_kv = torch.zeros_like(final_kv) if grad_kv is None else grad_kv
         final = [final_max, final_kv, grad_sum, grad_kv]
     *grads, of_theta, of_sum, of_kv = causal_scan_backward_op(
-        grad, query, key, value, theta, *initial, cu_seqlens, *found, *final, ctx.silu
+        grad, query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, *found, *final, ctx.silu
     )
     theta_grad = None if theta is None else of_theta
-    states = (None, None, None) if initial[0] is None else (None, of_sum, of_kv)
+    states = (None, None, None) if initial_max is None else (None, of_sum, of_kv)
     return *grads, theta_grad, *states, None, None, None
 
 

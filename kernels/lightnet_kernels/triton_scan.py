@@ -26,7 +26,6 @@ from .triton_tables import WINDOW, Tables, tables
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SLICE = 64  # DH
-PEAKS = 4
 LANES = 32  # features that one program of a scan over blocks looks at
 EXACT = 32  # (block, head) that one program of the exact form looks at
 
@@ -43,7 +42,7 @@ class Shape(NamedTuple):
 
     @property
     def slices(self) -> int:
-        return triton.cdiv(self.D, SLICE)
+        return parts(self.D, SLICE)
 
     @property
     def rows(self) -> int:
@@ -56,12 +55,12 @@ class Shape(NamedTuple):
     @property
     def value_slice(self) -> int:
         """Value features of one chain: with both halves of a doubled state no more than its registers hold."""
-        return 64 if (self.double and LAUNCH["chain_states"][1].warps == 4) or self.wide else self.value_width
+        return 64 if self.double or self.wide else self.value_width
 
     @property
     def chains(self) -> int:
         """Programs that share a span of one head."""
-        return self.slices * triton.cdiv(self.V, self.value_slice)
+        return self.slices * parts(self.V, self.value_slice)
 
     @property
     def operand(self) -> torch.dtype:
@@ -81,13 +80,7 @@ class Shape(NamedTuple):
     def grids(self, table: Tables) -> tuple[tuple[tuple[int, ...], int], ...]:
         """Grids of a kernel of blocks and its COUNT: the fast form, then the exact form where blocks need it."""
         blocks = table.blocks.shape[0]
-        return ((blocks, self.heads), 0), ((triton.cdiv(blocks * self.heads, EXACT), 1), EXACT)
-
-    def apart(self, name: str, grids: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The same for a kernel that may take a slice of features a program."""
-        (grid, count), exact = grids
-        split = LAUNCH[name][1 if self.double else 0].split
-        return ((*grid, self.slices if split else 1), count), exact
+        return ((blocks, self.heads), 0), ((parts(blocks * self.heads, EXACT), 1), EXACT)
 
     def of_states(self) -> dict[str, Any]:
         """Arguments of a scan over spans."""
@@ -100,7 +93,6 @@ class Rule(NamedTuple):
 
     stages: int  # of its pipeline
     warps: int = 4
-    split: bool = False  # a slice of features a program
 
 
 # Without and with LRPE, as measured (benchmarks/LOG.md).
@@ -112,6 +104,11 @@ LAUNCH = {
     "key_grads": (Rule(2), Rule(1)),
     "value_grads": (Rule(3), Rule(2)),
 }
+
+
+def parts(whole: int, part: int) -> int:
+    """How many parts make the whole (triton.cdiv costs two microseconds a call)."""
+    return -(-whole // part)
 
 
 def shape_of(query: Tensor, value: Tensor, theta: Tensor | None, silu: bool) -> Shape:
@@ -202,16 +199,16 @@ def block_states(
         return found
     spans, sequences = table.spans.shape[0], table.lengths.shape[0]
     if theta is not None:
-        launch(kernels.fill_angles, (triton.cdiv(BLOCK + 1, 8), heads))(
-            theta, *found.angles, D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, ROWS=8, num_warps=4
+        launch(kernels.fill_angles, (parts(BLOCK + 1, 2), heads))(
+            theta, *found.angles, D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, ROWS=2, num_warps=4
         )
     launch(kernels.block_peaks, (blocks, heads))(
         key, table.blocks, enter, leave, mass, *strides(key), heads,
-        D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, num_warps=PEAKS,
+        D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, num_warps=2,
     )  # fmt: skip
     max0, sum0, kv0 = initial or (None,) * 3
     top, total, last = final or (None,) * 3
-    launch(kernels.scan_units, (sequences, heads, triton.cdiv(shape.D, LANES)))(
+    launch(kernels.scan_units, (sequences, heads, parts(shape.D, LANES)))(
         table.block_ranges, enter, leave, mass, found.flag, max0, sum0, top, total, heads,
         D=shape.D, DP=LANES, ROWS=16, num_warps=1, INITIAL=initial is not None, FINAL=final is not None,
     )  # fmt: skip
@@ -229,7 +226,7 @@ def block_states(
     held = torch.empty(spans, heads, shape.rows, shape.V, device=device)
     run(None, held, FROM=0, BLOCKS=0, TO=1)
     arguments = shape.of_states()
-    launch(kernels.scan_spans, (sequences, heads, triton.cdiv(shape.D, arguments["BD"])))(
+    launch(kernels.scan_spans, (sequences, heads, parts(shape.D, arguments["BD"])))(
         table.span_ranges, table.spans, enter, leave, held, span_moves(theta, table), max0, kv0, heads,
         BT=BLOCK, INITIAL=initial is not None, **arguments,
     )  # fmt: skip
@@ -318,8 +315,9 @@ def backward(
     pressure = torch.empty_like(found.mass)
     torque = moved = None
     if theta is not None:
-        torque = torch.empty(2, *found.mass.shape, device=device)
-        moved = torch.empty(spans * (shape.chains // shape.slices), heads, shape.D, device=device)
+        chained = spans * (shape.chains // shape.slices)
+        torque = torch.empty(2 * blocks + chained, heads, shape.D, device=device)  # of queries, keys and states
+        moved = torque[2 * blocks :]
     last = last_kv = last_pressure = None
     if final is not None:
         last = table.block_ranges[:, 0] + (table.block_ranges[:, 1] - 1).clamp_min(0)
@@ -329,10 +327,10 @@ def backward(
 
     x = torch.empty(query.shape, dtype=shape.operand, device=device)
     later = torch.empty_like(x) if query.dtype == torch.float16 else grads[1]  # float16 has not the range
-    for grid, count in shape.apart("query_grads", shape.grids(table)):
+    for grid, count in shape.grids(table):
         launch(kernels.query_grads, grid)(
             query, key, value, grad, grads[0], x, later, table.blocks, triangle(shape.operand, device), found.cos,
-            found.sin, found.kv, found.enter, found.mass, found.flag, pressure, None if torque is None else torque[0],
+            found.sin, found.kv, found.enter, found.mass, found.flag, pressure, torque,
             blocks * heads, *strides(query, key, value, grad, x), heads, SILU=silu, COUNT=count,
             **shape.of("query_grads"),
         )  # fmt: skip
@@ -350,30 +348,29 @@ def backward(
         held = torch.empty(spans, heads, shape.rows, shape.V, device=device)
         run(None, held, FROM=0, BLOCKS=0, TO=1)
         arguments = shape.of_states()
-        launch(kernels.scan_span_grads, (sequences, heads, triton.cdiv(shape.D, arguments["BD"])))(
+        launch(kernels.scan_span_grads, (sequences, heads, parts(shape.D, arguments["BD"])))(
             table.span_ranges, table.spans, held, found.enter, found.leave, span_moves(theta, table), last_kv, heads,
             BT=BLOCK, FINAL=last_kv is not None, **arguments,
         )  # fmt: skip
         run(held, first, FROM=1, BLOCKS=1, TO=to)
-    launch(kernels.scan_pressure, (sequences, heads, triton.cdiv(shape.D, LANES)))(
+    launch(kernels.scan_pressure, (sequences, heads, parts(shape.D, LANES)))(
         table.block_ranges, found.enter, found.leave, pressure, last_pressure, pushed, heads,
         D=shape.D, DP=LANES, ROWS=16, FINAL=final is not None, INITIAL=pushed is not None,
         num_warps=1,
     )  # fmt: skip
-    for grid, count in shape.apart("key_grads", shape.grids(table)):
+    for grid, count in shape.grids(table):
         launch(kernels.key_grads, grid)(
             query, key, value, grad, grads[1], x, later, table.blocks, found.cos, found.sin, asked, found.enter,
-            found.leave, found.mass, found.flag, pressure, None if torque is None else torque[1], blocks * heads,
+            found.leave, found.mass, found.flag, pressure, None if torque is None else torque[blocks:], blocks * heads,
             *strides(query, key, value, grad, x), heads, SILU=silu, COUNT=count, **shape.of("key_grads"),
         )  # fmt: skip
-    for grid, count in shape.grids(table):
         launch(kernels.value_grads, grid)(
             query, key, grad, grads[2], x, table.blocks, found.cos, found.sin, asked, found.enter, found.leave,
             found.mass, found.flag, blocks * heads, *strides(query, key, grad, x, grads[2]), heads, SILU=silu,
             COUNT=count, **shape.of("value_grads"),
         )  # fmt: skip
-    if torque is not None and moved is not None:
-        grad_theta = torque.sum((0, 1)) + moved.sum(0)
+    if torque is not None:
+        grad_theta = torque.sum(0)
         if final is not None:
             # The last state's origin is the token after, counted from the last window's first.
             count = table.block_ranges[:, 1]

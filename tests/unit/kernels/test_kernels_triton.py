@@ -14,8 +14,12 @@ import torch
 from lightnet_kernels import additive_scan, backends
 
 pytest.importorskip("triton")
+from lightnet_kernels import triton_tables
+
+from tests.gpu import test_scan as on_card
+
 from . import triton_table as table
-from .kernel_oracle import make, relative
+from .kernel_oracle import make
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INSIDE, reason="run by test_table_under_the_interpreter")
@@ -89,9 +93,41 @@ def test_strides():
 
 
 @inside
-def test_gradients_through_states_are_refused():
-    inputs = {name: x.float().requires_grad_() for name, x in make(1, 3, 1, 8, 8).items()}
-    with pytest.raises(ValueError, match="gradients through states"):
-        additive_scan(**inputs, return_state=True, backend="triton")
-    output, _ = additive_scan(**inputs, return_state=True)
-    assert relative(output, additive_scan(**inputs, backend="triton").detach()) < 1e-5
+@pytest.mark.parametrize("theta", [True, False])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"cuts": [5, 64, 60]},
+        {"cuts": [70, 3], "begun": False},
+        {"cuts": [70], "top": 1e4},
+        {"cuts": [140], "cu_seqlens": [0, 0, 5, 69, 70, 140, 140]},
+    ],
+)
+def test_gradients_of_states(case, theta, monkeypatch):
+    monkeypatch.setattr(on_card, "DEVICE", "cpu")
+    on_card.state_case(torch.float32, theta, width=24, **case)
+
+
+@inside
+def test_gradients_of_states_over_spans(monkeypatch):
+    monkeypatch.setattr(on_card, "DEVICE", "cpu")
+    monkeypatch.setattr(triton_tables, "PROGRAMS", 10**6)  # spans as short as can be
+    on_card.state_case(torch.float32, True, width=24, cuts=[1100])
+
+
+@inside
+def test_operators():
+    leaves = {name: x.float().requires_grad_() for name, x in make(1, 70, 1, 24, 20).items()}
+
+    def loss(query, key, value, theta):
+        return additive_scan(query, key, value, theta=theta, backend="triton").square().sum()
+
+    wanted = torch.autograd.grad(loss(**leaves), list(leaves.values()))
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for one, two in zip(torch.autograd.grad(compiled(**leaves), list(leaves.values())), wanted, strict=True):
+        assert torch.equal(one, two)
+    output = torch.utils.checkpoint.checkpoint(loss, *leaves.values(), use_reentrant=False)
+    for one, two in zip(torch.autograd.grad(output, list(leaves.values())), wanted, strict=True):
+        assert torch.equal(one, two)
+    arguments = (*(x.detach() for x in leaves.values()), None, None, None, None, True, True)
+    torch.library.opcheck(torch.ops.lightnet.causal_scan, arguments, test_utils=("test_schema", "test_faketensor"))
