@@ -1,17 +1,22 @@
 """Launching Triton kernels with little work on the host.
 
 Triton's own launch binds forty arguments by name and looks at each anew, 50 to 100 microseconds a kernel, as long as the
-kernels of this package run. Here a kernel compiled once is found by what it was compiled for and started at once.
+kernels of this package run. Here a kernel compiled once is found by what it was compiled for and started at once. And
+Triton compiles a kernel when it is first launched, one after the other: `compiled_together` does all of a call's at once.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.runtime._async_compile import AsyncCompileMode
 
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
@@ -21,11 +26,40 @@ def _small(x: Any) -> Any:
     return (x == 1, x & 15 == 0, x >> 31) if type(x) is int else x
 
 
+_local = threading.local()
+_together: set[Any] = set()
+
+
+def compiled_together(key: Any, device: torch.device, run: Callable[[], Any]) -> None:
+    """Before `run` runs for the first time under this key, compile all that it launches, in threads. `run` is called
+    once without launching anything; what it returns is not used."""
+    if key in _together or device.type != "cuda" or knobs.runtime.interpret:
+        return
+    _together.add(key)
+
+    def load(kernel: Any) -> None:
+        with torch.cuda.device(device):
+            (kernel.result() if hasattr(kernel, "result") else kernel)._init_handles()
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        _local.kernels = kernels = []
+        try:
+            with AsyncCompileMode(pool):
+                run()
+        finally:
+            _local.kernels = None
+        list(pool.map(load, kernels))
+
+
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """`kernel[grid]`: call it with the kernel's first parameters in order, a tensor first, and the others, constexpr, and
     the launch options (num_warps) by name."""
 
     def start(*arguments: Any, **constants: Any) -> None:
+        kernels = getattr(_local, "kernels", None)
+        if kernels is not None:
+            kernels.append(kernel.warmup(*arguments, grid=grid, **constants))
+            return
         device = arguments[0].device
         values, kinds = [], []
         for x in arguments:

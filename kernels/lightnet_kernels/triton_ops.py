@@ -15,6 +15,7 @@ from torch import Tensor
 from . import triton_scan
 from .checks import check_cu_seqlens
 from .state import ScanState
+from .triton_launch import compiled_together
 
 OPTIONAL = "Tensor? theta, Tensor? initial_max, Tensor? initial_sum, Tensor? initial_kv, Tensor? cu_seqlens"
 FORWARD = f"(Tensor query, Tensor key, Tensor value, {OPTIONAL}, bool silu, bool return_state)"
@@ -39,6 +40,11 @@ def _group(*tensors: Tensor | None) -> tuple[Tensor, ...] | None:
     return kept if len(kept) == len(tensors) else None
 
 
+def _case(query: Tensor, value: Tensor, theta: Tensor | None, initial: Any, silu: bool, state: bool) -> tuple[Any, ...]:
+    """What decides which kernels a call launches, but for the cut into spans: those are compiled when met."""
+    return triton_scan.shape_of(query, value, theta, silu), query.dtype, query.device, initial is None, state
+
+
 @torch.library.custom_op(
     "lightnet::causal_scan", mutates_args=(), schema=f"{FORWARD} -> ({', '.join(['Tensor'] * 12)})"
 )
@@ -46,11 +52,14 @@ def causal_scan_op(
     query: Any, key: Any, value: Any, theta: Any, initial_max: Any, initial_sum: Any, initial_kv: Any,
     cu_seqlens: Any, silu: bool, return_state: bool,
 ) -> Any:  # fmt: skip
+    arguments = (
+        query, key, value, None if theta is None else theta.contiguous(),
+        _group(initial_max, initial_sum, initial_kv), _bounds(cu_seqlens, query), silu, return_state,
+    )  # fmt: skip
     with _on(query.device):
-        output, state, found = triton_scan.forward(
-            query, key, value, None if theta is None else theta.contiguous(),
-            _group(initial_max, initial_sum, initial_kv), _bounds(cu_seqlens, query), silu, return_state,
-        )  # fmt: skip
+        compiled_together(("forward", *_case(query, value, *arguments[3:5], silu, return_state)), query.device,
+                          lambda: triton_scan.forward(*arguments))  # fmt: skip
+        output, state, found = triton_scan.forward(*arguments)
     return tuple(query.new_empty(0) if x is None else x for x in (output, *(state or (None,) * 3), *found))
 
 
@@ -80,13 +89,16 @@ def causal_scan_backward_op(
     final_max: Any, final_kv: Any, grad_sum: Any, grad_kv: Any, silu: bool,
 ) -> Any:  # fmt: skip
     final = _group(final_max, final_kv, grad_sum, grad_kv)
+    arguments = (
+        grad, query, key, value, None if theta is None else theta.contiguous(),
+        _group(initial_max, initial_sum, initial_kv), _bounds(cu_seqlens, query), silu,
+        triton_scan.Blocks(kv, enter, leave, mass, flag, cos, sin, turn),
+        None if final is None else triton_scan.StateGrads(*final),
+    )  # fmt: skip
     with _on(query.device):
-        grads = triton_scan.backward(
-            grad, query, key, value, None if theta is None else theta.contiguous(),
-            _group(initial_max, initial_sum, initial_kv), _bounds(cu_seqlens, query), silu,
-            triton_scan.Blocks(kv, enter, leave, mass, flag, cos, sin, turn),
-            None if final is None else triton_scan.StateGrads(*final),
-        )  # fmt: skip
+        compiled_together(("backward", *_case(query, value, *arguments[4:6], silu, final is None)), query.device,
+                          lambda: triton_scan.backward(*arguments))  # fmt: skip
+        grads = triton_scan.backward(*arguments)
     return tuple(query.new_empty(0, dtype=torch.float32) if x is None else x for x in grads)
 
 
