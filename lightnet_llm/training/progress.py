@@ -16,7 +16,15 @@ import psutil
 import torch
 import torch.distributed as dist
 
-_LIBRARIES = ("/site-packages/", "/torch/", "/deepspeed/", "/megatron/", "/contextlib.py", "/threading.py", "/selectors.py")
+_LIBRARIES = (
+    "/site-packages/",
+    "/torch/",
+    "/deepspeed/",
+    "/megatron/",
+    "/contextlib.py",
+    "/threading.py",
+    "/selectors.py",
+)
 _ROOT = str(Path(__file__).resolve().parents[2]) + os.sep
 
 
