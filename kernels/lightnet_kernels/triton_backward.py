@@ -9,8 +9,8 @@ With asked_t = phi_t dphi_t / s_t: dk_r = e^{k_r} (sum_{t>=r} phi_t c_tr <do_t, 
   span_grad[p, h, (2,) D, V]  float32, what a span's own queries ask of the state that it finds, in units of exp(-enter)
                          of its first block, angle 0 at its first token; after `scan_span_grads` what all later spans ask
                          of the state that it leaves, in units of exp(-leave) of its last block, angle 0 at the token after
-  pressure[b, h, D]      sum of `asked` over block b, in units of exp(-enter); after `scan_pressure` over all that comes
-                         later, in units of exp(-leave)
+  pressure[b, h, D]      sum of `asked` over block b, in units of exp(-enter) (`own`); and, by `scan_pressure`, over all
+                         that comes later, in units of exp(-leave)
 theta's gradient is the sum over tokens of torque times place. Places count from windows of WINDOW blocks, so that large
 products need not cancel; a state that is handed on from window to window is moved by that many tokens (`moved`).
 """
@@ -175,6 +175,8 @@ def chain_grads(
     span = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     batch, first, length, block, place, sequence, _ = load_span(spans_ptr, span)
+    if TO == 1 and place == 0:  # nobody asks what came before
+        return
     step, vcol = tl.arange(0, BT), (tl.program_id(2) // NH) * VB + tl.arange(0, VB)
     col = (tl.program_id(2) % NH) * DH + tl.arange(0, DH)
     SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
@@ -291,18 +293,24 @@ def scan_span_grads(
 
 
 @triton.jit
+def chained(factor, added, next_factor, next_added):
+    """Two steps of x -> factor x + added, the second after the first."""
+    return factor * next_factor, added * next_factor + next_added
+
+
+@triton.jit
 def scan_pressure(
-    sequences_ptr, enter_ptr, leave_ptr, pressure_ptr, final_ptr, initial_ptr, H,
+    sequences_ptr, enter_ptr, leave_ptr, own_ptr, pressure_ptr, final_ptr, initial_ptr, H,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, FINAL: tl.constexpr, INITIAL: tl.constexpr,
 ):  # fmt: skip
-    """pressure of all that comes later in the sequence, in place: a true reverse sum. `final`: that of what reads the
-    last state, in units of exp(-leave); `initial`: all pressure on the first, in units of exp(-enter). One program a
-    (sequence, head, slice of DP features)."""
+    """From the blocks' own pressures, `own`, that of all that comes later in the sequence: a true reverse sum. `final`:
+    that of what reads the last state, in units of exp(-leave); `initial`: all pressure on the first, in units of
+    exp(-enter). One program a (sequence, head, slice of DP features)."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.load(sequences_ptr + sequence * 2).to(tl.int64)
     blocks = tl.load(sequences_ptr + sequence * 2 + 1)
     col, step = tl.program_id(2) * DP + tl.arange(0, DP), tl.arange(0, ROWS)
-    total = tl.zeros([DP], tl.float32)
+    total = tl.zeros([DP], tl.float32)  # on the state that the block above finds, in units of exp(-unit)
     state = (sequence * H + head) * D
     unit = tl.zeros([DP], tl.float32)
     if blocks > 0:
@@ -313,22 +321,36 @@ def scan_pressure(
         row = blocks - 1 - base - step
         at = ((start + row) * H + head)[:, None] * D + col[None, :]
         ok = (row >= 0)[:, None] & (col < D)[None, :]
-        own = tl.load(pressure_ptr + at, mask=ok, other=0.0)
+        first_row = (step == 0)[:, None]
+        later = ok & (first_row == 0)
         enters = tl.load(enter_ptr + at, mask=ok, other=0.0)
         leaves = tl.load(leave_ptr + at, mask=ok, other=0.0)
-        totals = tl.zeros([ROWS, DP], tl.float32)
-        for i in tl.static_range(ROWS):
-            chosen = (step == i)[:, None]
-            if base + i < blocks:
-                enter = tl.sum(tl.where(chosen, enters, 0.0), 0)
-                leave = tl.sum(tl.where(chosen, leaves, 0.0), 0)
-                total *= exp(leave - unit)
-                totals = tl.where(chosen, total[None, :], totals)
-                total = total * exp(enter - leave) + tl.sum(tl.where(chosen, own, 0.0), 0)
-                unit = enter
+        owns = tl.load(own_ptr + at, mask=ok, other=0.0)
+        next_enters = tl.load(enter_ptr + at + H * D, mask=later, other=0.0)
+        next_leaves = tl.load(leave_ptr + at + H * D, mask=later, other=0.0)
+        next_owns = tl.load(own_ptr + at + H * D, mask=later, other=0.0)
+        factor = tl.where(later, exp(leaves - next_leaves), 0.0)
+        added = tl.where(later, next_owns * exp(leaves - next_enters), 0.0)
+        added = tl.where(first_row, (total[None, :] * exp(leaves - unit[None, :])), added)
+        _, totals = tl.associative_scan((factor, added), 0, chained)
         tl.store(pressure_ptr + at, totals, mask=ok)
+        end = (step == tl.minimum(blocks - base, ROWS) - 1)[:, None]
+        total = tl.sum(tl.where(end, totals * exp(enters - leaves) + owns, 0.0), 0)
+        unit = tl.sum(tl.where(end, enters, 0.0), 0)
     if INITIAL:
         store_vector(initial_ptr + state, col, total, D, DP)
+
+
+@triton.jit
+def sum_rows(x_ptr, total_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [rows, columns] summed over rows. One program COLUMNS of them."""
+    step, col = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for base in range(0, rows, ROWS):
+        row = (base + step).to(tl.int64)
+        ok = (row < rows)[:, None] & (col < columns)[None, :]
+        total += tl.load(x_ptr + row[:, None] * columns + col[None, :], mask=ok, other=0.0)
+    tl.store(total_ptr + col, tl.sum(total, 0), mask=col < columns)
 
 
 @triton.jit

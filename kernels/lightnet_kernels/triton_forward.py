@@ -96,6 +96,13 @@ def block_peaks(
 
 
 @triton.jit
+def joined_mass(top, total, peak, added):
+    """Maximum and mass, in units of exp(maximum), of two stretches of tokens together."""
+    new = tl.maximum(top, peak)
+    return new, total * fade(top, new) + added * fade(peak, new)
+
+
+@triton.jit
 def scan_units(
     sequences_ptr, enter_ptr, leave_ptr, mass_ptr, flag_ptr, max0_ptr, sum0_ptr, max_ptr, sum_ptr, H,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
@@ -120,16 +127,15 @@ def scan_units(
         firsts = tl.load(enter_ptr + at, mask=ok, other=0.0)
         peaks = tl.load(leave_ptr + at, mask=ok, other=float("-inf"))
         sums = tl.load(mass_ptr + at, mask=ok, other=0.0)
-        tops = tl.zeros([ROWS, DP], tl.float32)  # before each block
-        totals = tl.zeros([ROWS, DP], tl.float32)
-        for i in tl.static_range(ROWS):
-            chosen = (step == i)[:, None]
-            tops = tl.where(chosen, top[None, :], tops)
-            totals = tl.where(chosen, total[None, :], totals)
-            peak = tl.max(tl.where(chosen, peaks, float("-inf")), 0)
-            new = tl.maximum(top, peak)
-            total = total * fade(top, new) + tl.sum(tl.where(chosen, sums, 0.0), 0) * fade(peak, new)
-            top = new
+        # Before each block: the carried maximum and mass, then the blocks above it.
+        above = ok & (step > 0)[:, None]
+        tops = tl.load(leave_ptr + at - H * D, mask=above, other=float("-inf"))
+        totals = tl.load(mass_ptr + at - H * D, mask=above, other=0.0)
+        first_row = (step == 0)[:, None]
+        tops = tl.where(first_row, top[None, :], tops)
+        totals = tl.where(first_row, total[None, :], totals)
+        tops, totals = tl.associative_scan((tops, totals), 0, joined_mass)
+        tl.debug_barrier()  # all loads of these rows come before the stores below
         low = tl.maximum(tops, firsts)
         high = tl.maximum(tops, peaks)
         fast = high - low > SAFE_GROWTH
@@ -139,6 +145,11 @@ def scan_units(
         tl.store(mass_ptr + at, totals * fade(tops, enter), mask=ok)
         flagged = tl.max((fast & ok).to(tl.int32), 1)  # set to 0 before; slices only ever store 1
         tl.store(flag_ptr + (start + row) * H + head, flagged, mask=(row < blocks) & (flagged != 0))
+        end = (step == tl.minimum(blocks - base, ROWS) - 1)[:, None]
+        top, total = joined_mass(
+            tl.max(tl.where(end, tops, float("-inf")), 0), tl.sum(tl.where(end, totals, 0.0), 0),
+            tl.max(tl.where(end, peaks, float("-inf")), 0), tl.sum(tl.where(end, sums, 0.0), 0),
+        )  # fmt: skip
     if FINAL:  # noqa: SIM102
         if blocks > 0:
             store_vector(max_ptr + state, col, top, D, DP)
@@ -159,6 +170,8 @@ def chain_states(
     span = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     batch, first, length, block, _, sequence, last = load_span(spans_ptr, span)
+    if TO == 1 and last != 0:  # nobody asks what comes after
+        return
     step, vcol = tl.arange(0, BT), (tl.program_id(2) // NH) * VB + tl.arange(0, VB)
     col = (tl.program_id(2) % NH) * DH + tl.arange(0, DH)
     SIZE: tl.constexpr = (2 if LRPE else 1) * D * V

@@ -312,7 +312,7 @@ def backward(
             first, pushed = final.grad_kv, -final.grad_sum
         return (*grads, grad_theta, None if pushed is None else -pushed, first)
     asked = torch.empty_like(found.kv)
-    pressure = torch.empty_like(found.mass)
+    own, pressure = torch.empty_like(found.mass), torch.empty_like(found.mass)
     torque = moved = None
     if theta is not None:
         chained = spans * (shape.chains // shape.slices)
@@ -330,7 +330,7 @@ def backward(
     for grid, count in shape.grids(table):
         launch(kernels.query_grads, grid)(
             query, key, value, grad, grads[0], x, later, table.blocks, triangle(shape.operand, device), found.cos,
-            found.sin, found.kv, found.enter, found.mass, found.flag, pressure, torque,
+            found.sin, found.kv, found.enter, found.mass, found.flag, own, torque,
             blocks * heads, *strides(query, key, value, grad, x), heads, SILU=silu, COUNT=count,
             **shape.of("query_grads"),
         )  # fmt: skip
@@ -354,7 +354,7 @@ def backward(
         )  # fmt: skip
         run(held, first, FROM=1, BLOCKS=1, TO=to)
     launch(kernels.scan_pressure, (sequences, heads, parts(shape.D, LANES)))(
-        table.block_ranges, found.enter, found.leave, pressure, last_pressure, pushed, heads,
+        table.block_ranges, found.enter, found.leave, own, pressure, last_pressure, pushed, heads,
         D=shape.D, DP=LANES, ROWS=16, FINAL=final is not None, INITIAL=pushed is not None,
         num_warps=1,
     )  # fmt: skip
@@ -370,7 +370,11 @@ def backward(
             COUNT=count, **shape.of("value_grads"),
         )  # fmt: skip
     if torque is not None:
-        grad_theta = torque.sum(0)
+        columns = heads * shape.D
+        grad_theta = torch.empty(heads, shape.D, device=device)
+        launch(kernels.sum_rows, (parts(columns, LANES),))(
+            torque, grad_theta, torque.shape[0], columns, ROWS=128, COLUMNS=LANES, num_warps=8
+        )
         if final is not None:
             # The last state's origin is the token after, counted from the last window's first.
             count = table.block_ranges[:, 1]
