@@ -143,9 +143,8 @@ def additive_scan(
         bidirectional call with coordinates it is coordinate 0, and such states are merged without theta.
     exchange: sequence parallelism, see `ScanExchange`.
     backend: "auto", "reference" (O(N^2 D), the specification), "torch" or "triton" (GPU; without decay, and causally
-        without key_mask and exchange; inputs bfloat16, float16 or float32, the same for all three). "auto" is "triton"
-        on a GPU where it does the case, else "torch". "triton" never waits for the device, unless cu_seqlens lies there: keep it
-        on the CPU.
+        without key_mask; inputs bfloat16, float16 or float32, the same for all three). "auto" is "triton" on a GPU where it
+        does the case, else "torch". "triton" never waits for the device, unless cu_seqlens lies there: keep it on the CPU.
 
     Returns the output [B, N, H, Dv] in value's dtype (0 at masked tokens), or (output, state).
     Gradients reach every floating-point input and initial_state's sum and kv; states' max is a constant.
@@ -159,7 +158,7 @@ def additive_scan(
         value=value,
         theta=theta,
         causal=causal,
-        options={"coordinates": coordinates, "decay": decay, "key_mask": key_mask, "exchange": exchange},
+        options={"coordinates": coordinates, "decay": decay, "key_mask": key_mask},
         initial_state=initial_state,
         return_state=return_state,
     )
@@ -189,6 +188,13 @@ def additive_scan(
                 combine=None if alone else whole,
             )
             return (output, _in_dtype(state, torch.float32)) if return_state else output
+        start = initial_state
+        if exchange is not None:
+            bounds = check_cu_seqlens("additive_scan", cu_seqlens, query.shape[0], query.shape[1])
+            local = triton.ops.causal_state(key, value, theta, bounds)
+            start = _received("prefix", exchange.prefix(local), sequences, query, value, theta, torch.float32)
+            if initial_state is not None:
+                start = merge_states(_in_dtype(initial_state, torch.float32), start, theta)
         output, state = triton.ops.causal_scan(  # cu_seqlens is checked inside, where torch.compile does not look
             query,
             key,
@@ -196,7 +202,7 @@ def additive_scan(
             activation=activation == "silu",
             theta=theta,
             cu_seqlens=cu_seqlens,
-            initial=initial_state,
+            initial=start,
             return_state=return_state,
         )
         return (output, state) if return_state else output
@@ -227,6 +233,7 @@ def additive_scan(
         if causal:
             if exchange is not None:
                 _, local = module.causal_scan(*operands, **common, initial=identity, continued=False, need_output=False)
+                local = _in_dtype(local, state_dtype)
                 before = _received("prefix", exchange.prefix(local), sequences, query, value, theta, state_dtype)
                 initial = before if initial_state is None else merge_states(initial, before, common["theta"])
             continued = initial_state is not None or exchange is not None

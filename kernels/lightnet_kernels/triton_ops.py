@@ -7,12 +7,13 @@ returns tensors only: what is not asked for comes back empty.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import triton_scan
+from . import triton_bidirectional_scan, triton_scan
 from .checks import check_cu_seqlens
 from .state import ScanState
 from .triton_launch import compiled_together
@@ -169,3 +170,31 @@ def causal_scan(
     return output, ScanState(
         state[0].detach(), state[1], state[2], lengths + (0 if initial is None else initial.length)
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _places_from_the_end(tokens: int, bounds: tuple[int, ...] | None, device: torch.device) -> Tensor:
+    """int32 [1, N, 1]: -1 for the last token of its sequence, so that place 0 is the token after."""
+    places = torch.arange(tokens)
+    if bounds is None:
+        places = places - tokens
+    else:
+        edges = torch.tensor(bounds)
+        places = places - torch.repeat_interleave(edges[1:], edges.diff())
+    return places.int()[None, :, None].to(device)
+
+
+def causal_state(key: Tensor, value: Tensor, theta: Tensor | None, cu_seqlens: list[int] | None) -> ScanState:
+    """The state after each sequence's tokens, without their outputs: what sequence-parallel ranks exchange.
+
+    The order of tokens matters only for their angles, so the bidirectional operator serves: one read of key and value
+    forward; one read of both and one write of their gradients backward.
+    """
+    bounds = None if cu_seqlens is None else tuple(cu_seqlens)
+    places = None if theta is None else _places_from_the_end(key.shape[1], bounds, key.device)
+    peak, mass, kv = triton_bidirectional_scan.states_op(key, value, theta, places, None, cu_seqlens)
+    if bounds is None:
+        lengths = torch.full(key.shape[:1], key.shape[1], dtype=torch.int64, device=key.device)
+    else:
+        lengths = torch.tensor(bounds).diff().to(key.device, non_blocking=True)
+    return ScanState(peak, mass, kv, lengths)

@@ -102,7 +102,19 @@ class ParallelConfig(Section):
 
     tensor: int = Field(default=1, gt=0, description="Tensor-parallel size (TP).")
     pipeline: int = Field(default=1, gt=0, description="Pipeline-parallel size (PP).")
-    sequence: int = Field(default=1, gt=0, description="Sequence-parallel size (SP).")
+    sequence: int = Field(
+        default=1,
+        gt=0,
+        description="Sequence-parallel size (SP); a length that it does not divide is padded at the end.",
+    )
+    sequence_exchange: Literal["auto", "all_gather", "prefix"] = Field(
+        default="auto",
+        description="How sequence-parallel ranks exchange states: all to all, or from rank to rank in blocks of heads; "
+        "auto gathers up to 8 ranks.",
+    )
+    sequence_exchange_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="Dtype of states (but not of maxima and normalisers) and their gradients in flight."
+    )
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="DeepSpeed ZeRO stage.")
     recompute_every: int = Field(
         default=0, ge=0, description="Activation checkpointing of every n-th block: 1 all, 2 every other, 0 none."
@@ -219,10 +231,14 @@ class RunConfig(Section):
                 f"parallel.zero_stage {self.parallel.zero_stage} cannot be combined with parallel.pipeline "
                 f"{self.parallel.pipeline}; the pipeline engine takes zero_stage: 1"
             )
-        if self.data.sequence_length % self.parallel.sequence:
-            tokens, ranks = self.data.sequence_length, self.parallel.sequence
+        if self.parallel.sequence > self.data.sequence_length:
             raise ValueError(
-                f"parallel.sequence {ranks} must divide data.sequence_length {tokens}; the nearest length that it "
-                f"divides is {max(1, round(tokens / ranks)) * ranks}"
+                f"parallel.sequence {self.parallel.sequence} is more than data.sequence_length "
+                f"{self.data.sequence_length}; use at most one rank a token"
+            )
+        if self.parallel.sequence > 1 and self.model.axes > 1:
+            raise ValueError(
+                f"parallel.sequence {self.parallel.sequence} shares one axis of tokens, model.axes is {self.model.axes}; "
+                "use parallel.sequence: 1"
             )
         return self

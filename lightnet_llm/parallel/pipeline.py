@@ -28,11 +28,15 @@ Payload = tuple[Tensor, Tensor, Tensor]
 
 @dataclass
 class Clock:
-    """What every pass must know: the step (dropout masks depend on it; None in evaluation) and who shares its rows."""
+    """What every pass must know: the step (dropout masks depend on it; None in evaluation) and who shares its rows.
+
+    ``loss_weight`` undoes the mean over columns that sequence-parallel ranks add to rows.
+    """
 
     seed: int
     step: int | None = None
     place: SequencePlace | None = None
+    loss_weight: float = 1.0
 
 
 def pad_segments(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -188,4 +192,5 @@ class PipelinedCausalLM(PipelineModule):
         hidden, weight = outputs
         flat = labels.reshape(hidden.shape[:-1])
         vocab_size = self.config.vocab_size
-        return head_loss(hidden, weight, nn.Identity(), self.layers_set, flat, vocab_size, "sum") / labels.numel()
+        loss = head_loss(hidden, weight, nn.Identity(), self.layers_set, flat, vocab_size, "sum") / labels.numel()
+        return loss * self.clock.loss_weight

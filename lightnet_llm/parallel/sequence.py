@@ -1,149 +1,82 @@
 """Sequence parallelism: each rank runs its part of every row, and ranks exchange states (model-spec 1, merge).
 
-What travels per layer is one state a row and rank, whatever the length of the sequence. With packed documents only the state of a
-row's last segment travels, and only a segment that began on an earlier rank receives one.
+What travels per layer is one state a row and rank, whatever the length of the sequence: see :mod:`.exchange` for how. With
+packed documents only the states of a row's last (first) segment travel, and only a segment that goes on from another rank
+receives one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from lightnet_kernels import ScanState, ToeplitzState, identity_state, merge_states, merge_toeplitz_states
+from lightnet_kernels import ScanState, ToeplitzState, merge_states
 from torch import Tensor
 
 from ..config.model import ModelConfig
 from ..models.context import ForwardContext
 from ..models.dropout import DropoutKey
+from .exchange import SCAN, TOEPLITZ, Algebra, arriving
+from .segments import SegmentPlan, SequencePlace, plan_segments
 
-
-class _AllGather(torch.autograd.Function):
-    """[...] to [ranks, ...]; backward sums over ranks what each rank's part received."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.stack(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].contiguous()
-        dist.all_reduce(total, group=ctx.group)
-        return total[dist.get_rank(ctx.group)], None
-
-
-@dataclass(frozen=True)
-class SequencePlace:
-    """This rank's place among those that share each row."""
-
-    rank: int
-    size: int
-    group: Any
-
-    def part(self, x: Tensor) -> Tensor:
-        """This rank's columns of [B, N]."""
-        width = x.shape[1] // self.size
-        return x[:, self.rank * width : (self.rank + 1) * width].contiguous()
-
-
-@dataclass(frozen=True)
-class SegmentPlan:
-    """How segments of B rows fall on ranks; all from the global boundaries, so every rank knows all of it.
-
-    Attributes:
-        cu_seqlens: int32 boundaries of this rank's tokens, its part of row 0 first.
-        first, last: int64 [B], index of each row's first and last local segment.
-        continues: bool [ranks, B], whether a rank's part of a row begins inside a segment.
-        single: bool [ranks, B], whether a rank's part of a row holds one segment only.
-        tail: int64 [ranks, B], tokens of a rank's last segment in a row.
-    """
-
-    cu_seqlens: Tensor
-    first: Tensor
-    last: Tensor
-    continues: Tensor
-    single: Tensor
-    tail: Tensor
-
-
-def plan_segments(cu_seqlens: Tensor, rows: int, tokens: int, place: SequencePlace) -> SegmentPlan:
-    """Plan from global boundaries over ``rows`` x ``tokens`` flattened tokens; ``tokens`` is a multiple of the ranks."""
-    device, width = cu_seqlens.device, tokens // place.size
-    begins = torch.zeros(rows * tokens + 1, dtype=torch.bool, device=device)
-    begins[cu_seqlens.long()] = True
-    parts = begins[:-1].view(rows, place.size, width)
-    continues = ~parts[:, :, 0]
-    starts = parts.clone()
-    starts[:, :, 0] = True
-    counts = starts.sum(-1)  # segments of each part, [B, ranks]
-    position = torch.arange(width, device=device).expand_as(starts)
-    tail = width - torch.where(starts, position, 0).amax(-1)
-    mine = starts[:, place.rank].reshape(-1)
-    bounds = torch.cat([mine.nonzero()[:, 0], torch.tensor([rows * width], device=device)]).to(torch.int32)
-    last = counts[:, place.rank].cumsum(0) - 1
-    first = last - counts[:, place.rank] + 1
-    return SegmentPlan(bounds, first, last, continues.T, (counts == 1).T, tail.T)
+__all__ = ["SequenceExchange", "SequencePlace", "plan_segments", "training_context"]
 
 
 class _Chain:
-    """Carries states from rank to rank along each row."""
+    """Brings states to the segments that go on from another rank."""
+
+    algebra: Algebra
 
     def __init__(self, plan: SegmentPlan, place: SequencePlace):
         self.plan, self.place = plan, place
 
-    def _select(self, flag: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-        return torch.where(flag.view(-1, *[1] * (yes.dim() - 1)), yes, no)
+    def _arriving(self, state: Any, parameter: Tensor | None, backwards: bool = False, meanwhile: Any = None) -> Any:
+        """[segments, ...] of this rank's own to [segments, ...] of what lies before (after) on other ranks."""
+        line = self.plan.line(backwards)
+        own = type(state)(*(x.index_select(0, line.source) for x in state))
+        row_state = arriving(self.algebra, own, parameter, line, self.place, meanwhile)
+        return self._spread(row_state, self.algebra.identity(state), line.target)
 
-    def _carry(self, tails: list[Any], identity: Any, merge: Any) -> Any:
-        """State that arrives at this rank, a named tuple of [B, ...].
-
-        The loop has the same shape on all ranks, so that every rank's backward takes part in the gather.
-        """
-        arriving = identity
-        for rank in range(self.place.size - 1):
-            whole = merge(arriving, tails[rank])
-            reached = [self._select(self.plan.single[rank], a, b) for a, b in zip(whole, tails[rank], strict=True)]
-            live = self.plan.continues[rank + 1] & (rank < self.place.rank)
-            passed = [self._select(live, a, b) for a, b in zip(reached, identity, strict=True)]
-            keep = torch.full_like(live, rank < self.place.rank)
-            arriving = type(identity)(*(self._select(keep, a, b) for a, b in zip(passed, arriving, strict=True)))
-        return arriving
-
-    def _spread(self, row_state: Any, like: Any) -> Any:
-        """[B, ...] to [segments, ...]: rows' first segments receive, all others get the identity."""
+    def _spread(self, row_state: Any, like: Any, target: Tensor) -> Any:
+        """[B, ...] to [segments, ...]: each row's first (last) segment receives, all others get the identity."""
         return type(row_state)(
-            *(empty.index_copy(0, self.plan.first, value) for empty, value in zip(like, row_state, strict=True))
+            *(empty.index_copy(0, target, value) for empty, value in zip(like, row_state, strict=True))
         )
 
 
 class ScanExchange(_Chain):
     """Exchange of the additive scan's states; with LRPE each merge moves the frame by the right part's length."""
 
-    def __init__(self, plan: SegmentPlan, place: SequencePlace, theta: Tensor | None):
+    algebra = SCAN
+
+    def __init__(
+        self,
+        plan: SegmentPlan,
+        place: SequencePlace,
+        theta: Tensor | None,
+        meanwhile: Callable[[], None] | None = None,
+    ):
         super().__init__(plan, place)
-        self.theta = theta
+        self.theta, self.meanwhile = theta, meanwhile
 
     def prefix(self, state: ScanState) -> ScanState:
         """State of all earlier ranks for each local segment (identity where it begins here)."""
-        rows = [tensor.index_select(0, self.plan.last) for tensor in (state.max.detach(), state.sum, state.kv)]
-        maximum, sums, values = (_AllGather.apply(tensor, self.place.group) for tensor in rows)
-        tails = [
-            ScanState(maximum[rank], sums[rank], values[rank], self.plan.tail[rank]) for rank in range(self.place.size)
-        ]
-        heads, width = state.max.shape[1:]
-        shape = {"lrpe": self.theta is not None, "dtype": state.kv.dtype, "device": state.kv.device}
-        empty = identity_state(rows[0].shape[0], heads, width, state.kv.shape[-1], **shape)
-        every = identity_state(state.max.shape[0], heads, width, state.kv.shape[-1], **shape)
-        arrived = self._carry(tails, empty, lambda left, right: merge_states(left, right, self.theta))
-        return self._spread(arrived, every)
+        found: ScanState = self._arriving(state, self.theta, meanwhile=self.meanwhile)
+        return found
+
+    def total(self, state: ScanState) -> ScanState:
+        """State of each local segment on all ranks, which share one origin (bidirectional calls)."""
+        before = self._arriving(state, None, meanwhile=self.meanwhile)
+        after = self._arriving(state, None, backwards=True)
+        return merge_states(merge_states(before, state), after)
 
 
 class ToeplitzExchange(_Chain):
     """Exchange of MD-TPE's states along one axis."""
+
+    algebra = TOEPLITZ
 
     def __init__(self, plan: SegmentPlan, place: SequencePlace, decay: Tensor):
         super().__init__(plan, place)
@@ -151,12 +84,13 @@ class ToeplitzExchange(_Chain):
 
     def prefix(self, state: ToeplitzState) -> ToeplitzState:
         """As the scan's."""
-        hidden = _AllGather.apply(state.hidden.index_select(0, self.plan.last), self.place.group)
-        tails = [ToeplitzState(hidden[rank], self.plan.tail[rank]) for rank in range(self.place.size)]
-        empty = ToeplitzState(torch.zeros_like(hidden[0]), torch.zeros_like(self.plan.tail[0]))
-        every = ToeplitzState(torch.zeros_like(state.hidden), torch.zeros_like(state.length))
-        arrived = self._carry(tails, empty, lambda left, right: merge_toeplitz_states(left, right, self.decay))
-        return self._spread(arrived, every)
+        found: ToeplitzState = self._arriving(state, self.decay)
+        return found
+
+    def suffix(self, state: ToeplitzState) -> ToeplitzState:
+        """The same from the other end: sums over the tokens of all later ranks."""
+        found: ToeplitzState = self._arriving(state, self.decay, backwards=True)
+        return found
 
 
 @dataclass(frozen=True)
@@ -166,9 +100,12 @@ class SequenceExchange:
     plan: SegmentPlan
     place: SequencePlace
 
-    def scan(self, theta: Tensor | None) -> ScanExchange:
-        """Exchange for an additive scan with frequencies ``theta`` [H, D]."""
-        return ScanExchange(self.plan, self.place, theta)
+    def scan(self, theta: Tensor | None, meanwhile: Callable[[], None] | None = None) -> ScanExchange:
+        """Exchange for an additive scan with frequencies ``theta`` [H, D].
+
+        ``meanwhile`` is called once, while a state is on its way: for work that does not wait for it.
+        """
+        return ScanExchange(self.plan, self.place, theta, meanwhile)
 
     def toeplitz(self, decay: Tensor) -> ToeplitzExchange:
         """Exchange for a Toeplitz scan with ``decay`` [d, e]."""
@@ -189,16 +126,20 @@ def training_context(
     Args:
         cu_seqlens: boundaries over all B x ``tokens`` tokens, also where this rank holds only a part of each row.
         sample_ids: int64 [B].
-        tokens: tokens of a whole row.
+        tokens: tokens of a whole row, which the ranks that share it need not divide.
         step: optimiser step, for dropout; None (evaluation) turns it off.
         place: this rank among those that share each row; None for one.
     """
-    key = exchange = None
-    share = 1 if place is None else place.size
+    key = exchange = coordinates = None
+    width = tokens if place is None else place.width(tokens)
+    offset = 0 if place is None else place.rank * width
+    rows, device = sample_ids.numel(), sample_ids.device
     if step is not None and config.dropout > 0:
-        offset = 0 if place is None else place.rank * (tokens // share)
-        key = DropoutKey(seed, step, sample_ids, tokens // share, offset)
+        key = DropoutKey(seed, step, sample_ids, width, offset)
     if place is not None and place.size > 1:
-        plan = plan_segments(cu_seqlens, sample_ids.numel(), tokens, place)
+        plan = plan_segments(cu_seqlens, rows, tokens, place, device)
+        assert plan.cu_seqlens is not None
         cu_seqlens, exchange = plan.cu_seqlens, SequenceExchange(plan, place)
-    return ForwardContext(cu_seqlens=cu_seqlens, dropout=key, exchange=exchange)
+        if not config.causal:  # one origin for all ranks; only differences within a segment count
+            coordinates = torch.arange(offset, offset + width, device=device).repeat(rows)
+    return ForwardContext(cu_seqlens=cu_seqlens, dropout=key, exchange=exchange, coordinates=coordinates)

@@ -31,7 +31,7 @@ from ..models.parameters import initialize, spec_of
 from ..parallel.layout import Groups
 from ..parallel.megatron import MegatronLayers
 from ..parallel.pipeline import Clock, PipelinedCausalLM, pad_segments
-from ..parallel.sequence import training_context
+from ..parallel.sequence import SequencePlace, training_context
 from .bad_steps import Guard, Judge
 from .norms import group_norms
 from .optimizer import build_optimizer
@@ -92,7 +92,9 @@ class Engine:
         self.progress = Progress()
         self.samples_read: list[Tensor] = []
         self.losses: list[Tensor] = []
-        self.clock = Clock(config.train.seed, place=groups.sequence)
+        place, tokens = self._place(), config.data.sequence_length
+        weight = 1.0 if place is None else place.loss_weight(tokens)
+        self.clock = Clock(config.train.seed, place=place, loss_weight=weight)
         self.layers = build_layers(groups)
         model = self._build_model()
         every = config.parallel.recompute_every
@@ -117,6 +119,12 @@ class Engine:
         self._step_alone = self.engine._take_model_step
         self.engine._take_model_step = self._measure_then_step
         self.base_rates = [float(group["lr"]) for group in self.param_groups]
+
+    def _place(self) -> SequencePlace | None:
+        """This rank among those that share each row, with the run's way to exchange states."""
+        parallel = self.config.parallel
+        in_flight = torch.bfloat16 if parallel.sequence_exchange_dtype == "bf16" else torch.float32
+        return self.groups.sequence and self.groups.sequence.using(parallel.sequence_exchange, in_flight)
 
     def _build_model(self) -> nn.Module:
         return CausalLM(self.config.model, self.layers)
@@ -191,9 +199,9 @@ class Engine:
             place,
         )
         if place is not None:
-            input_ids, labels = place.part(input_ids), place.part(labels)
+            input_ids, labels = place.part(input_ids), place.part(labels, fill=-1)
         loss: Tensor = self.engine(input_ids, context, labels).loss
-        return loss
+        return loss * self.clock.loss_weight
 
     def _set_batch(self, samples: int) -> None:
         """DeepSpeed counts sequence-parallel ranks as data-parallel ones, and so each sample once a rank."""
@@ -314,7 +322,7 @@ class PipelineEngine(Engine):
             input_ids, labels, place = batch["input_ids"], batch["labels"], self.clock.place
             segments = pad_segments(batch["cu_seqlens"], input_ids.numel())
             if place is not None:
-                input_ids, labels = place.part(input_ids), place.part(labels)
+                input_ids, labels = place.part(input_ids), place.part(labels, fill=-1)
             yield (input_ids, batch["sample_ids"], segments), labels
 
     def train_step(self, batches: Iterator[Batch], step: int, global_batch: int) -> Tensor:

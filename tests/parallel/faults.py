@@ -24,7 +24,7 @@ def drop_state_merge() -> None:
     """Sequence-parallel ranks start every segment afresh."""
     from lightnet_llm.parallel import sequence
 
-    sequence._Chain._spread = lambda self, row_state, like: like  # type: ignore[method-assign]
+    sequence._Chain._spread = lambda self, row_state, like, target: like  # type: ignore[method-assign]
 
 
 def double_replicated_norm() -> None:

@@ -1,0 +1,335 @@
+"""Scans over sequence-parallel ranks against the same scans on one: run by every rank, on CPUs or GPUs.
+
+    python -m tests.parallel.exchange_ranks WORLD [DEVICE [BACKEND [DTYPE]]]   forks (CPU) or spawns WORLD ranks
+
+Every rank draws the same inputs, runs its part with the exchange and all of it without, and compares output and gradients.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightnet_kernels import additive_scan, toeplitz_scan
+from torch import Tensor
+
+from lightnet_llm.parallel.segments import SegmentPlan, SequencePlace, plan_segments
+from lightnet_llm.parallel.sequence import SequenceExchange
+
+HEADS, WIDTH, VALUES, CHANNELS, RANK = 6, 8, 6, 10, 3
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 1e-2}
+
+# Rows, tokens of a row, boundaries inside (besides rows' edges); None: rows are not cut into segments.
+CASES: dict[str, tuple[int, int, list[int] | None]] = {
+    "whole rows": (2, 48, []),
+    "no segments": (2, 48, None),
+    "anywhere": (2, 48, [3, 7, 30, 31, 50, 77]),
+    "on ranks' edges": (1, 48, [12, 16, 24, 32, 36]),
+    "empty ones": (2, 24, [0, 5, 5, 5, 12, 12, 24, 24, 47, 48]),
+    "left over": (2, 43, [5, 11, 22, 43, 60]),
+    "a rank of padding": (1, 5, [2]),
+    "one token a rank": (2, 4, [3]),
+}
+
+
+def close(name: str, one: Tensor, other: Tensor, tolerance: float, size: Tensor | None = None) -> None:
+    """Relative Frobenius error; `size` where gradients cancel."""
+    one, other, scale = (x.detach().double() for x in (one, other, other if size is None else size))
+    error = float((one - other).norm()) / (float(scale.norm()) + 1e-12)
+    assert error < tolerance, f"{name}: {error:.2e}"
+
+
+def bounds_of(case: str) -> Tensor | None:
+    rows, tokens, inner = CASES[case]
+    if inner is None:
+        return None
+    return torch.tensor(sorted([*inner, *(row * tokens for row in range(rows + 1))]), dtype=torch.int32)
+
+
+def draw(case: str, shapes: dict[str, tuple[int, ...]], device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """[rows, tokens, ...] each, and the output's gradient."""
+    rows, tokens, _ = CASES[case]
+    generator = torch.Generator().manual_seed(5)
+    found = {}
+    for name, shape in shapes.items():
+        x = torch.randn(rows, tokens, *shape, generator=generator, dtype=torch.float64)
+        found[name] = (x * (3.0 if name == "key" else 1.0)).to(dtype).to(device)
+    return found
+
+
+class Rows:
+    """Cutting [rows, tokens, ...] for a rank, and what a whole run takes."""
+
+    def __init__(self, case: str, place: SequencePlace, device: str):
+        self.rows, self.tokens, _ = CASES[case]
+        self.place, self.bounds = place, bounds_of(case)
+        self.plan: SegmentPlan = plan_segments(self.bounds, self.rows, self.tokens, place, torch.device(device))
+        self.exchange = SequenceExchange(self.plan, place)
+
+    def mine(self, x: Tensor) -> Tensor:
+        """This rank's columns; padding holds ones: it must not matter."""
+        flat = self.place.part(x.flatten(2).movedim(2, 0).flatten(0, 1), fill=1)
+        part = flat.unflatten(0, (-1, self.rows)).movedim(0, 2).unflatten(2, x.shape[2:])
+        return part.flatten(0, 1)[None] if self.bounds is not None else part
+
+    def whole(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1)[None] if self.bounds is not None else x
+
+    def options(self) -> dict[str, Any]:
+        return {"cu_seqlens": self.plan.cu_seqlens, "key_mask": self.mask()}
+
+    def mask(self) -> Tensor | None:
+        """Rows without segments need their padding masked."""
+        if self.bounds is not None or not self.place.padding(self.tokens):
+            return None
+        return self.place.part(torch.ones(self.rows, self.tokens, dtype=torch.int64)).bool()
+
+    def compare(
+        self, run: Callable[..., Tensor], one: Callable[..., Tensor], inputs: dict[str, Tensor],
+        shared: dict[str, Tensor], tolerance: float,
+    ) -> None:  # fmt: skip
+        """Outputs, gradients of inputs, and the sum over ranks of the shared parameters' gradients."""
+        upstream = inputs.pop("upstream")
+        real = self._present(upstream)
+        leaves = {name: self.mine(x).requires_grad_() for name, x in inputs.items()}
+        parameters = {name: x.clone().requires_grad_() for name, x in shared.items()}
+        output = run(**leaves, **parameters)
+        grads = torch.autograd.grad(
+            output, [*leaves.values(), *parameters.values()], (self.mine(upstream) * real).to(output.dtype)
+        )
+        double = {name: self.whole(x).double().requires_grad_() for name, x in inputs.items()}
+        doubles = {name: x.double().requires_grad_() for name, x in shared.items()}
+        wanted = one(**double, **doubles)
+        wanted_grads = torch.autograd.grad(wanted, [*double.values(), *doubles.values()], self.whole(upstream).double())
+
+        def mine(x: Tensor) -> Tensor:
+            return self.mine(x.view(self.rows, self.tokens, *x.shape[2:]))
+
+        close("output", output * real[..., :1], mine(wanted) * real[..., :1], tolerance, wanted)
+        for name, grad, other in zip([*leaves, *parameters], grads, wanted_grads, strict=True):
+            size = other.norm() + wanted_grads[0].norm()
+            if name in parameters:
+                grad = grad.clone()
+                dist.all_reduce(grad, group=self.place.group)
+                close(name, grad, other, tolerance, size)
+            else:
+                present = self._present(grad, like=grad)
+                close(name, grad * present, mine(other) * present, tolerance, size)
+
+    def _present(self, x: Tensor, like: Tensor | None = None) -> Tensor:
+        """1 where a column is of the row, 0 in padding, shaped to multiply a part."""
+        ones = self.place.part(torch.ones(self.rows, self.tokens, dtype=torch.int64)).to(x.device)
+        extra = (like if like is not None else x).dim() - 2
+        flat = ones.flatten()[None] if self.bounds is not None else ones
+        return flat.view(*flat.shape, *[1] * extra).double().to(x.dtype)
+
+
+def check_scan(
+    case: str, place: SequencePlace, causal: bool, theta: bool, device: str, backend: str, dtype: Any
+) -> None:
+    rows = Rows(case, place, device)
+    shape = (HEADS, WIDTH)
+    inputs = draw(
+        case, {"query": shape, "key": shape, "value": (HEADS, VALUES), "upstream": (HEADS, VALUES)}, device, dtype
+    )
+    angles = torch.exp(-torch.arange(HEADS * WIDTH, dtype=torch.float64) / 12).view(shape).to(device)
+    shared = {"theta": angles.to(torch.float32 if dtype == torch.bfloat16 else dtype)} if theta else {}
+    width = place.width(rows.tokens)
+    at = {} if causal else {"coordinates": torch.arange(place.rank * width, (place.rank + 1) * width)}
+    if at and rows.bounds is not None:
+        at["coordinates"] = at["coordinates"].repeat(rows.rows)
+
+    def run(theta: Tensor | None = None, **x: Tensor) -> Tensor:
+        exchange = rows.exchange.scan(theta)
+        return additive_scan(
+            **x, **at, **rows.options(), theta=theta, causal=causal, exchange=exchange, backend=backend
+        )  # type: ignore[return-value, arg-type]
+
+    def one(theta: Tensor | None = None, **x: Tensor) -> Tensor:
+        return additive_scan(**x, theta=theta, causal=causal, cu_seqlens=rows.bounds, backend="torch")  # type: ignore
+
+    rows.compare(run, one, inputs, shared, tolerance(dtype, place))
+
+
+def check_toeplitz(case: str, place: SequencePlace, bidirectional: bool, device: str, backend: str, dtype: Any) -> None:
+    rows = Rows(case, place, device)
+    inputs = draw(case, {"x": (CHANNELS,), "upstream": (CHANNELS,)}, device, dtype)
+    generator = torch.Generator().manual_seed(8)
+    full = torch.float32 if dtype == torch.bfloat16 else dtype
+    decay = torch.rand(CHANNELS, RANK, generator=generator, dtype=torch.float64).sqrt().to(full).to(device)
+    gain = torch.randn(CHANNELS, RANK, generator=generator, dtype=torch.float64).to(full).to(device)
+
+    def run(x: Tensor, decay: Tensor, gain: Tensor) -> Tensor:
+        exchange = rows.exchange.toeplitz(decay)
+        options = {**rows.options(), "bidirectional": bidirectional, "exchange": exchange, "backend": backend}
+        return toeplitz_scan(x, decay, gain, **options)  # type: ignore
+
+    def one(x: Tensor, decay: Tensor, gain: Tensor) -> Tensor:
+        return toeplitz_scan(x, decay, gain, bidirectional=bidirectional, cu_seqlens=rows.bounds, backend="torch")  # type: ignore
+
+    rows.compare(run, one, inputs, {"decay": decay, "gain": gain}, tolerance(dtype, place))
+
+
+def tolerance(dtype: Any, place: SequencePlace) -> float:
+    """bf16 in flight rounds states to 2^-9."""
+    return max(TOLERANCE[dtype], 1e-2 if place.in_flight == torch.bfloat16 else 0.0)
+
+
+def check_bytes(place: SequencePlace, device: str) -> None:
+    """What a scan sends, forward and backward, whatever the length: a state without its gradient's constants."""
+    found = []
+    for tokens in (16, 64, 1024):
+        mine = SequencePlace(place.rank, place.size, place.group, place.exchange)
+        bounds = torch.tensor([0, tokens])
+        plan = plan_segments(bounds, 1, tokens, mine, torch.device(device))
+        exchange = SequenceExchange(plan, mine).scan
+        theta = torch.rand(HEADS, WIDTH, device=device).requires_grad_()
+        part = torch.randn(1, mine.width(tokens), HEADS, WIDTH, device=device).requires_grad_()
+        output = additive_scan(
+            part, part, part, theta=theta, cu_seqlens=plan.cu_seqlens, exchange=exchange(theta), backend="torch"
+        )
+        assert isinstance(output, Tensor)
+        output.sum().backward()
+        found.append(mine.traffic.bytes)
+    assert len(set(found)) == 1, found
+    kv, vectors = HEADS * 2 * WIDTH * WIDTH * 4, HEADS * WIDTH * 4
+    forward, backward = kv + 2 * vectors + 8, kv + vectors
+    if mine.gathers:
+        assert found[0] == (place.size - 1) * (forward + backward), found
+    else:
+        blocks = 3  # six heads in blocks of two; every block has the length
+        forward += 8 * (blocks - 1)
+        wanted = forward * (place.rank < place.size - 1) + backward * (place.rank > 0)
+        assert found[0] == wanted, (found, wanted)
+
+
+def check_meanwhile(place: SequencePlace, device: str) -> None:
+    """Work beside the exchange runs once, with gradients."""
+    x = torch.ones(1, 4, HEADS, WIDTH, device=device, requires_grad=True)
+    kept: list[Tensor] = []
+    exchange = SequenceExchange(plan_segments(torch.tensor([0, 4 * place.size]), 1, 4 * place.size, place), place)
+    beside = exchange.scan(None, meanwhile=lambda: kept.append(x.square()))
+    output = additive_scan(x, x, x, exchange=beside, backend="torch")
+    assert isinstance(output, Tensor)
+    (grad,) = torch.autograd.grad(kept[0].sum() + 0 * output.sum(), x)
+    assert len(kept) == 1 and torch.equal(grad, 2 * x)
+
+
+def plant(name: str) -> None:
+    """A fault, planted to see that the comparison turns red."""
+    from lightnet_llm.parallel import exchange, segments, sequence
+
+    if name == "drop_merge":  # segments begin anew on every rank
+        sequence._Chain._spread = lambda self, row_state, like, target: like  # type: ignore[method-assign]
+    elif name == "keep_frame":  # a state is not turned by the tokens that it passes
+        merge = exchange.SCAN.merge
+        object.__setattr__(exchange.SCAN, "merge", lambda left, right, theta: merge(left, right, None))
+    elif name == "drop_gradient":  # nothing comes back of what was sent
+        original = exchange._gradients
+        exchange._gradients = lambda *x: [g * (g.dim() < 3) for g in original(*x)]
+    elif name == "shift_edge":  # segments that end on a rank's edge go on
+        plan = segments.plan_segments
+
+        def shifted(*arguments: Any, **options: Any) -> SegmentPlan:
+            found = plan(*arguments, **options)
+            object.__setattr__(found, "continues", torch.ones_like(found.continues))
+            return found
+
+        globals()["plan_segments"] = shifted
+    else:
+        raise ValueError(f"PLANT={name}: no such fault")
+
+
+def run_all(device: str, backend: str, dtype: torch.dtype) -> None:
+    group = dist.group.WORLD
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if os.environ.get("PLANT"):
+        plant(os.environ["PLANT"])
+    places = [SequencePlace(rank, size, group, method) for method in ("all_gather", "prefix")]  # type: ignore[arg-type]
+    if device == "cpu" and backend == "triton":  # the interpreter is slow
+        for case in ("left over", "on ranks' edges"):
+            attempt(f"{case} causal", check_scan, case, places[0], True, True, device, backend, dtype)
+        attempt("toeplitz", check_toeplitz, "left over", places[0], True, device, backend, dtype)
+        attempt("bidirectional", check_scan, "left over", places[0], False, True, device, backend, dtype)
+        attempt("without LRPE", check_scan, "no segments", places[0], True, False, device, backend, dtype)
+        return
+    for place in places:
+        for case, (_, tokens, inner) in CASES.items():
+            if backend == "triton" and inner is None and place.padding(tokens):
+                continue  # no masks
+            for causal in (True, False):
+                for theta in (True, False):
+                    label = f"{place.exchange} {case} causal={causal} theta={theta}"
+                    attempt(label, check_scan, case, place, causal, theta, device, backend, dtype)
+                label = f"{place.exchange} {case} toeplitz bidirectional={not causal}"
+                attempt(label, check_toeplitz, case, place, not causal, device, backend, dtype)
+        attempt(f"{place.exchange} bytes", check_bytes, place, device)
+        attempt(f"{place.exchange} meanwhile", check_meanwhile, place, device)
+        half = place.using(place.exchange, torch.bfloat16)
+        attempt(f"{place.exchange} bf16", check_scan, "anywhere", half, True, True, device, backend, torch.float32)
+        attempt(
+            f"{place.exchange} bf16 toeplitz", check_toeplitz, "anywhere", half, True, device, backend, torch.float32
+        )
+
+
+def attempt(label: str, check: Callable[..., None], *arguments: Any) -> None:
+    try:
+        check(*arguments)
+    except Exception as error:
+        raise AssertionError(f"{label}: {error}") from error
+
+
+def rank_main(device: str, backend: str, dtype: str) -> None:
+    """One rank, placed by the environment."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    run_all(device, backend, getattr(torch, dtype))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> int:
+    world, device, backend, dtype = (
+        int(sys.argv[1]),
+        *(*sys.argv[2:], *("cpu", "torch", "float64")[len(sys.argv) - 2 :]),
+    )
+    where = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if os.environ.get("RANK"):
+        rank_main(device, backend, dtype)
+        return 0
+    os.environ.update(where)
+    if device == "cuda":  # does not survive a fork
+        ranks = [subprocess.Popen([*sys.orig_argv], env={**os.environ, "RANK": str(rank)}) for rank in range(world)]
+        return max(abs(process.wait()) for process in ranks)
+    torch.set_num_threads(1)
+    pids = []
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            os.environ["RANK"] = str(rank)
+            try:
+                rank_main(device, backend, dtype)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        pids.append(pid)
+    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
