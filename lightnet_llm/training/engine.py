@@ -184,7 +184,9 @@ class Engine:
         return batch
 
     def _to_device(self, batch: Batch) -> Batch:
-        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+        """cu_seqlens stays on the CPU: the scans cut their work by it, and would wait for the device to read it there."""
+        on_cpu = {"cu_seqlens"}
+        return {k: x if k in on_cpu else x.to(self.device, non_blocking=True) for k, x in batch.items()}
 
     def _loss(self, batch: Batch) -> Tensor:
         input_ids, labels = batch["input_ids"], batch["labels"]
