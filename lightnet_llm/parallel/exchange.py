@@ -16,57 +16,17 @@ tokens: per row a state, once forward and, without its maximum and length, once 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightnet_kernels import ScanState, ToeplitzState, merge_states, merge_toeplitz_states
 from torch import Tensor
 
 from .segments import Line, SequencePlace
+from .states import BLOCKS, Algebra, gradients
 
 # Renamed by torch 2.13.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-BLOCKS = 4  # of heads or channels, that a handed-on state travels in
-
-
-@dataclass(frozen=True)
-class Algebra:
-    """A kind of state.
-
-    Attributes:
-        kind: the named tuple; its ``max`` and ``length`` are constants, the other fields have gradients.
-        merge: of two states and the parameter that moves the left one to the right one's end: theta [H, D], None for
-            states on one origin, or the decay [d, e].
-        widest: dimensions of the field that holds almost all bytes.
-    """
-
-    kind: Any
-    merge: Callable[[Any, Any, Any], Any]
-    widest: int
-
-    @property
-    def flowing(self) -> tuple[str, ...]:
-        """Fields with gradients."""
-        return tuple(name for name in self.kind._fields if name not in ("max", "length"))
-
-    def identity(self, like: Any) -> Any:
-        """The state of no tokens, of the same shape."""
-        fill = {"max": float("-inf")}
-        return self.kind(*(torch.full_like(x, fill.get(n, 0)) for n, x in zip(like._fields, like, strict=True)))
-
-    def flows(self, state: Any) -> tuple[Tensor, ...]:
-        """The fields with gradients."""
-        return tuple(getattr(state, name) for name in self.flowing)
-
-    def put(self, state: Any, flows: Sequence[Tensor]) -> Any:
-        """The state with other values in the fields that have gradients."""
-        return state._replace(**dict(zip(self.flowing, flows, strict=True)))
-
-
-SCAN = Algebra(ScanState, merge_states, 4)
-TOEPLITZ = Algebra(ToeplitzState, merge_toeplitz_states, 3)
 
 
 def arriving(
@@ -98,7 +58,8 @@ def arriving(
         if meanwhile is not None:
             meanwhile()
         flows = _HandOn.apply(job, parameter, *algebra.flows(state))
-    return algebra.put(job.arrived, flows)
+    arrived, job.arrived = job.arrived, None  # what it gave must not hold a job, which its graph holds
+    return algebra.put(arrived, flows)
 
 
 class _Job:
@@ -153,24 +114,11 @@ class _Job:
         buffer, self.buffer, self.work = self.buffer, None, None
         return buffer.flip(0) if self.line.backwards else buffer
 
-    # Merging ---------------------------------------------------------------------------------------------------------
-    def onward(self, before: Any, own: Any, at: int, parameter: Tensor | None) -> Any:
-        """What arrives at the position after ``at``, from what arrived there and what it adds."""
-        whole = self.algebra.merge(before, own, parameter)
-        nothing = self.algebra.identity(own)
-        single, goes = self.line.single[at], self.line.continues[at]
-        return self.algebra.kind(
-            *(
-                torch.where(_rows(goes, x), torch.where(_rows(single, x), w, x), n)
-                for w, x, n in zip(whole, own, nothing, strict=True)
-            )
-        )
-
     def fold(self, tails: Sequence[Any], end: int, parameter: Tensor | None) -> Any:
         """What arrives at position ``end``."""
         before = self.algebra.identity(self.local)
         for at in range(end):
-            before = self.onward(before, tails[at], at, parameter)
+            before = self.algebra.onward(before, tails[at], self.line, at, parameter)
         return before
 
     def states(self, gathered: Tensor) -> list[Any]:
@@ -183,7 +131,7 @@ class _Job:
         with torch.enable_grad():
             leaf = self.parameter.detach().requires_grad_()
             flows = self.algebra.flows(self.fold(self.tails, self.line.position, leaf))
-            return _gradients(flows, [leaf], grads)[0]
+            return gradients(flows, [leaf], grads)[0]
 
     def share_of_state(self, gathered: Tensor) -> list[Tensor]:
         """Gradients of what this rank gave, from those of what arrived at later positions."""
@@ -196,11 +144,11 @@ class _Job:
             before = self.before
             for at in range(position, self.place.size - 1):
                 state = self.algebra.put(own, leaves) if at == position else self.tails[at]
-                before = self.onward(before, state, at, self.parameter)
+                before = self.algebra.onward(before, state, self.line, at, self.parameter)
                 flows = self.algebra.flows(before)
                 outputs += flows
                 grads += self.unpack(gathered[at + 1], flows)
-            return _gradients(outputs, leaves, grads)
+            return gradients(outputs, leaves, grads)
 
     # Handing on ------------------------------------------------------------------------------------------------------
     def _neighbour(self, step: int) -> int | None:
@@ -238,7 +186,7 @@ class _Job:
 
     def hand_on(self, parameter: Tensor | None) -> list[Any]:
         """What arrives here, in blocks."""
-        kind, locals_ = self.algebra.kind, _blocks(self.algebra.kind, self.local)
+        kind, locals_ = self.algebra.kind, self.algebra.blocks(self.local)
         angles = self._parameters(parameter, len(locals_))
         arrived: list[Any] = []
 
@@ -247,7 +195,7 @@ class _Job:
             arrived.append(self.algebra.identity(own) if received is None else kind(*received))
             if self._neighbour(1) is None:
                 return ()
-            return self.onward(arrived[index], own, self.line.position, angles[index])
+            return self.algebra.onward(arrived[index], own, self.line, self.line.position, angles[index])
 
         self._relay(self._neighbour(-1), self._neighbour(1), locals_, work)
         return arrived
@@ -256,8 +204,8 @@ class _Job:
         self, parameter: Tensor | None, local: Any, arrived: Any, grads: Sequence[Tensor]
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Gradients of the parameter and of this rank's state, from those of what arrived here."""
-        kind, position = self.algebra.kind, self.line.position
-        locals_, befores = _blocks(kind, local), _blocks(kind, arrived)
+        position = self.line.position
+        locals_, befores = self.algebra.blocks(local), self.algebra.blocks(arrived)
         angles = self._parameters(parameter, len(locals_))
         upstream = [list(part) for part in zip(*(x.chunk(BLOCKS, 1) for x in grads), strict=True)]
         own_grads: list[list[Tensor]] = []
@@ -274,8 +222,8 @@ class _Job:
             else:
                 with torch.enable_grad():
                     states = self.algebra.put(before, leaves[flows : 2 * flows]), self.algebra.put(own, leaves[:flows])
-                    onward = self.onward(*states, position, None if angle is None else leaves[-1])
-                    found = _gradients(self.algebra.flows(onward), leaves, received)
+                    onward = self.algebra.onward(*states, self.line, position, None if angle is None else leaves[-1])
+                    found = gradients(self.algebra.flows(onward), leaves, received)
             own_grads.append(found[:flows])
             angle_grads.extend(found[2 * flows :])
             return [a + b for a, b in zip(upstream[index], found[flows : 2 * flows], strict=True)]
@@ -284,20 +232,6 @@ class _Job:
         self._relay(self._neighbour(1), self._neighbour(-1), shapes, work)
         joined = [torch.cat(parts, 1) for parts in zip(*own_grads, strict=True)]
         return torch.cat(angle_grads) if parameter is not None else None, joined
-
-
-def _gradients(outputs: Sequence[Tensor], inputs: list[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros for inputs that no output depends on."""
-    used = [(x, grad) for x, grad in zip(outputs, grads, strict=True) if x.requires_grad]
-    if not used:
-        return [torch.zeros_like(x) for x in inputs]
-    wanted = [x for x, _ in used], inputs, [grad for _, grad in used]
-    return list(torch.autograd.grad(*wanted, allow_unused=True, materialize_grads=True))
-
-
-def _rows(flag: Tensor, x: Tensor) -> Tensor:
-    """bool [B] beside x [B, ...]."""
-    return flag.view(-1, *[1] * (x.dim() - 1))
 
 
 class _Start(torch.autograd.Function):
@@ -351,7 +285,7 @@ class _HandOn(torch.autograd.Function):
         ctx.job = job
         with torch.no_grad():
             parts = job.hand_on(parameter)
-        job.arrived = _joined(job.algebra.kind, parts)
+        job.arrived = job.algebra.joined(parts)
         ctx.save_for_backward(parameter, *job.local, *job.arrived)
         return job.algebra.flows(job.arrived)
 
@@ -362,14 +296,3 @@ class _HandOn(torch.autograd.Function):
         local, arrived = kind(*states[: len(states) // 2]), kind(*states[len(states) // 2 :])
         of_parameter, of_state = ctx.job.hand_back(parameter, local, arrived, grads)
         return None, of_parameter if ctx.needs_input_grad[1] else None, *of_state
-
-
-def _blocks(kind: Any, state: Any) -> list[Any]:
-    """Cut along heads (channels), dimension 1; each block has all of the lengths."""
-    count = len(state[0].chunk(BLOCKS, 1))
-    fields = [[x] * count if x.dim() == 1 else x.chunk(BLOCKS, 1) for x in state]
-    return [kind(*parts) for parts in zip(*fields, strict=True)]
-
-
-def _joined(kind: Any, parts: Sequence[Any]) -> Any:
-    return kind(*(fields[0] if fields[0].dim() == 1 else torch.cat(fields, 1) for fields in zip(*parts, strict=True)))

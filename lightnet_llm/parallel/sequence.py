@@ -18,8 +18,9 @@ from torch import Tensor
 from ..config.model import ModelConfig
 from ..models.context import ForwardContext
 from ..models.dropout import DropoutKey
-from .exchange import SCAN, TOEPLITZ, Algebra, arriving
+from .exchange import arriving
 from .segments import SegmentPlan, SequencePlace, plan_segments
+from .states import SCAN, TOEPLITZ, Algebra
 
 __all__ = ["SequenceExchange", "SequencePlace", "plan_segments", "training_context"]
 

@@ -115,6 +115,9 @@ class Rows:
         close("output", output * real[..., :1], mine(wanted) * real[..., :1], tolerance, wanted)
         for name, grad, other in zip([*leaves, *parameters], grads, wanted_grads, strict=True):
             size = other.norm() + wanted_grads[0].norm()
+            if name == "theta":  # a sum of places times how much each query turns, which cancel
+                turns = wanted_grads[0].reshape(self.rows, self.tokens, -1).movedim(1, 2)
+                size = size + (turns * torch.arange(self.tokens, device=turns.device)).norm()
             if name in parameters:
                 grad = grad.clone()
                 dist.all_reduce(grad, group=self.place.group)
@@ -214,8 +217,9 @@ def check_meanwhile(place: SequencePlace, device: str) -> None:
     """Work beside the exchange runs once, with gradients."""
     x = torch.ones(1, 4, HEADS, WIDTH, device=device, requires_grad=True)
     kept: list[Tensor] = []
-    exchange = SequenceExchange(plan_segments(torch.tensor([0, 4 * place.size]), 1, 4 * place.size, place), place)
-    beside = exchange.scan(None, meanwhile=lambda: kept.append(x.square()))
+    bounds, tokens = torch.tensor([0, 4 * place.size]), 4 * place.size
+    plan = plan_segments(bounds, 1, tokens, place, torch.device(device))
+    beside = SequenceExchange(plan, place).scan(None, meanwhile=lambda: kept.append(x.square()))
     output = additive_scan(x, x, x, exchange=beside, backend="torch")
     assert isinstance(output, Tensor)
     (grad,) = torch.autograd.grad(kept[0].sum() + 0 * output.sum(), x)
@@ -224,16 +228,16 @@ def check_meanwhile(place: SequencePlace, device: str) -> None:
 
 def plant(name: str) -> None:
     """A fault, planted to see that the comparison turns red."""
-    from lightnet_llm.parallel import exchange, segments, sequence
+    from lightnet_llm.parallel import exchange, segments, sequence, states
 
     if name == "drop_merge":  # segments begin anew on every rank
         sequence._Chain._spread = lambda self, row_state, like, target: like  # type: ignore[method-assign]
     elif name == "keep_frame":  # a state is not turned by the tokens that it passes
-        merge = exchange.SCAN.merge
-        object.__setattr__(exchange.SCAN, "merge", lambda left, right, theta: merge(left, right, None))
+        merge = states.SCAN.merge
+        object.__setattr__(states.SCAN, "merge", lambda left, right, theta: merge(left, right, None))
     elif name == "drop_gradient":  # nothing comes back of what was sent
-        original = exchange._gradients
-        exchange._gradients = lambda *x: [g * (g.dim() < 3) for g in original(*x)]
+        original = exchange.gradients
+        exchange.gradients = lambda *x: [g * (g.dim() < 3) for g in original(*x)]
     elif name == "shift_edge":  # segments that end on a rank's edge go on
         plan = segments.plan_segments
 
@@ -313,7 +317,8 @@ def main() -> int:
         return 0
     os.environ.update(where)
     if device == "cuda":  # does not survive a fork
-        ranks = [subprocess.Popen([*sys.orig_argv], env={**os.environ, "RANK": str(rank)}) for rank in range(world)]
+        command = [sys.executable, "-m", "tests.parallel.exchange_ranks", *sys.argv[1:]]
+        ranks = [subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}) for rank in range(world)]
         return max(abs(process.wait()) for process in ranks)
     torch.set_num_threads(1)
     pids = []

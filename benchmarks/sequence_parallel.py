@@ -1,0 +1,262 @@
+"""Sequence parallelism measured: weak scaling, bytes between ranks, the longest sequence on a card, a million tokens on two.
+
+    python benchmarks/sequence_parallel.py weak --tokens 32768 65536 --ranks 1 2 4
+    python benchmarks/sequence_parallel.py longest
+    python benchmarks/sequence_parallel.py train --tokens 1048576 --ranks 2
+    python benchmarks/sequence_parallel.py equal --tokens 524288 --ranks 1 2     the same losses on one card and on two
+
+The whole 379M preset through the training engine, one sample a step, the bytes of Python's standard library as tokens.
+Each number of ranks is a job of its own on this machine's first cards. Results are printed and written to --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LEARNING_RATE = 1e-3
+
+
+def job(arguments: argparse.Namespace, tokens: int, ranks: int, steps: int, seconds: float) -> dict[str, Any]:
+    """Train ``steps`` steps of one sample of ``tokens`` on so many ranks; what rank 0 found, or its failure."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        found, log = Path(folder, "found.json"), Path(folder, "log")
+        request = {
+            "preset": arguments.preset, "overrides": arguments.override, "tokens": tokens, "steps": steps,
+            "recompute": arguments.recompute, "exchange": arguments.exchange, "found": str(found),
+        }  # fmt: skip
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        with log.open("w") as output:
+            processes = [
+                subprocess.Popen(
+                    [sys.executable, str(Path(__file__).resolve()), "rank", json.dumps(request)],
+                    env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    cwd=ROOT,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+                for rank in range(ranks)
+            ]
+            end = time.time() + seconds
+            while any(process.poll() is None for process in processes):
+                if time.time() > end or any(process.poll() for process in processes):
+                    time.sleep(2)
+                    for process in processes:
+                        process.kill()
+                time.sleep(0.2)
+        result: dict[str, Any] = {"tokens": tokens, "ranks": ranks, "recompute": arguments.recompute}
+        if found.is_file():
+            return {**result, **json.loads(found.read_text())}
+        lines = log.read_text(errors="replace").strip().splitlines()
+        short = any("OutOfMemoryError" in line or "out of memory" in line for line in lines)
+        return {**result, "failed": "out of memory" if short else " | ".join(lines[-3:])[-400:] or "time is up"}
+
+
+def text(length: int) -> Any:
+    """int64 [length]: bytes of the standard library's files, in order of name, from the start again where they end."""
+    import torch
+
+    parts, size = [], 0
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+        if "site-packages" in path.parts or "test" in path.parts:
+            continue
+        parts.append(path.read_bytes())
+        size += len(parts[-1])
+        if size >= length:
+            break
+    data = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).long()
+    return data.repeat(-(-length // len(data)))[:length]
+
+
+def rank_main(request: dict[str, Any]) -> None:
+    """One rank of one job."""
+    import torch
+    import torch.distributed as dist
+
+    from lightnet_llm.config.load import load_config
+    from lightnet_llm.parallel.layout import Groups, layout_for, prepare_backend
+    from lightnet_llm.training.engine import build_engine
+
+    tokens, ranks = request["tokens"], int(os.environ["WORLD_SIZE"])
+    config = load_config(
+        request["preset"],
+        [
+            f"data.sequence_length={tokens}", "train.global_batch=1", "train.micro_batch=1", "train.tokens=null",
+            "train.steps=1000", f"parallel.sequence={ranks}", f"parallel.recompute_every={request['recompute']}",
+            f"parallel.sequence_exchange={request['exchange']}", f"optimizer.learning_rate={LEARNING_RATE}",
+            *request["overrides"],
+        ],
+    )  # fmt: skip
+    device = prepare_backend()
+    cuda = device.type == "cuda"
+    engine = build_engine(config, Groups(layout_for(config.parallel, ranks)), device)
+    data = text(tokens * request["steps"] + 1)
+
+    def batches() -> Iterator[dict[str, Any]]:
+        for step in range(request["steps"]):
+            window = data[step * tokens : (step + 1) * tokens + 1]
+            yield {
+                "input_ids": window[None, :-1],
+                "labels": window[None, 1:],
+                "cu_seqlens": torch.tensor([0, tokens], dtype=torch.int32),
+                "sample_ids": torch.tensor([step]),
+            }
+
+    source, times, losses, norms, sent = batches(), [], [], [], []
+    traffic = None if engine.clock.place is None else engine.clock.place.traffic
+    engine.set_rate(1.0)
+    for step in range(request["steps"]):
+        before = 0 if traffic is None else traffic.bytes
+        if cuda:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        loss = engine.train_step(source, step, 1)
+        losses.append(float(engine.reduce_mean(loss)))
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+        norms.append(engine.gradient_norm())
+        sent.append(0 if traffic is None else traffic.bytes - before)
+    if dist.get_rank() == 0:
+        layers = config.model.layers
+        result = {
+            "card": torch.cuda.get_device_name() if cuda else "cpu",
+            "torch": torch.__version__,
+            "exchange": request["exchange"],
+            "losses": losses,
+            "grad_norms": norms,
+            "seconds": times,
+            "ms": 1e3 * statistics.median(times[min(3, len(times) - 1) :]),
+            "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
+            "bytes_sent_per_step": sent[-1],  # of this rank, MD-TPE's one exchange included
+            "bytes_sent_per_layer": sent[-1] // layers,
+        }
+        assert all(math.isfinite(x) for x in losses), losses
+        Path(request["found"]).write_text(json.dumps(result))
+    dist.barrier()
+    os._exit(0)  # without waiting for NCCL's threads
+
+
+def show(row: dict[str, Any]) -> None:
+    """One line a job."""
+    head = f"{row['ranks']} ranks x {row['tokens'] // row['ranks']:,} tokens = {row['tokens']:,}"
+    if "failed" in row:
+        print(f"{head}: {row['failed']}", flush=True)
+        return
+    memory = "" if row["memory_gb"] is None else f", {row['memory_gb']:.1f} GB"
+    print(
+        f"{head}: {row['ms']:.0f} ms a step{memory}, {row['bytes_sent_per_layer']:,} bytes a layer, "
+        f"loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}",
+        flush=True,
+    )
+
+
+def weak(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same tokens a rank on more ranks: time per step, and bytes that depend on neither."""
+    rows = []
+    for tokens in arguments.tokens or [32768]:
+        mine = [
+            job(arguments, tokens * ranks, ranks, arguments.steps or 10, arguments.seconds) for ranks in arguments.ranks
+        ]
+        for row in mine:
+            show(row)
+            if "ms" in row and "ms" in mine[0]:
+                row["times_first"] = row["ms"] / mine[0]["ms"]
+                print(f"    {row['times_first']:.3f} of the time on {mine[0]['ranks']}", flush=True)
+        rows += mine
+    for ranks in arguments.ranks:
+        bytes_ = {row["bytes_sent_per_layer"] for row in rows if row["ranks"] == ranks and "ms" in row}
+        print(f"{ranks} ranks: bytes a layer {sorted(bytes_)}", flush=True)
+    return rows
+
+
+def longest(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Longer and longer sequences on one card until one does not fit, to a sixteenth of the last step."""
+    rows: list[dict[str, Any]] = []
+
+    def fits(tokens: int) -> bool:
+        rows.append(job(arguments, tokens, 1, 2, arguments.seconds))
+        show(rows[-1])
+        return "failed" not in rows[-1]
+
+    size = (arguments.tokens or [524288])[0]
+    if fits(size):
+        while fits(2 * size):
+            size *= 2
+        low, high = size, 2 * size
+    else:
+        low, high = 0, size
+    while high - low > max(size // 8, 1):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    print(f"longest on one card: {low:,} tokens ({high:,} do not fit)", flush=True)
+    return rows
+
+
+def train(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Ten steps: the loss is finite and falls."""
+    rows = []
+    for tokens in arguments.tokens or [2**20]:
+        for ranks in arguments.ranks:
+            rows.append(job(arguments, tokens, ranks, arguments.steps or 10, arguments.seconds))
+            show(rows[-1])
+    return rows
+
+
+def equal(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The same steps on different numbers of ranks: the largest difference of losses and of norms."""
+    rows = train(arguments)
+    for row in rows[1:]:
+        if "ms" in row and "ms" in rows[0]:
+            row["loss_difference"] = max(abs(a - b) for a, b in zip(row["losses"], rows[0]["losses"], strict=True))
+            pairs = zip(row["grad_norms"], rows[0]["grad_norms"], strict=True)
+            row["norm_difference"] = max(abs(a / b - 1) for a, b in pairs)
+            print(
+                f"    losses within {row['loss_difference']:.1e}, norms within {row['norm_difference']:.1e}", flush=True
+            )
+    return rows
+
+
+def main() -> int:
+    """Run one kind of measurement; 1 if a job failed that was not meant to."""
+    if sys.argv[1:2] == ["rank"]:
+        sys.path.insert(0, str(ROOT))
+        rank_main(json.loads(sys.argv[2]))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=["weak", "longest", "train", "equal"])
+    parser.add_argument("--tokens", type=int, nargs="*", help="a rank (weak) or in all")
+    parser.add_argument("--ranks", type=int, nargs="*", default=None)
+    parser.add_argument("--steps", type=int, help="steps of each job (10)")
+    parser.add_argument("--recompute", type=int, default=1, help="parallel.recompute_every (1)")
+    parser.add_argument("--exchange", default="auto", help="parallel.sequence_exchange")
+    parser.add_argument("--preset", default="lm/pile_379m")
+    parser.add_argument("--override", nargs="*", default=[], help="further key=value")
+    parser.add_argument("--seconds", type=float, default=400, help="limit of one job")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    arguments = parser.parse_args()
+    arguments.ranks = arguments.ranks or {"weak": [1, 2], "equal": [1, 2], "train": [2]}.get(arguments.kind, [1])
+    rows = {"weak": weak, "longest": longest, "train": train, "equal": equal}[arguments.kind](arguments)
+    if arguments.output:
+        arguments.output.write_text(json.dumps({"kind": arguments.kind, "rows": rows}, indent=1) + "\n")
+    return int(any("failed" in row for row in rows) and arguments.kind != "longest")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
