@@ -185,6 +185,31 @@ def tolerance(dtype: Any, place: SequencePlace) -> float:
     return max(TOLERANCE[dtype], 1e-2 if place.in_flight == torch.bfloat16 else 0.0)
 
 
+def check_state(lengths: list[int], heads: int, width: int, theta: bool, device: str, dtype: Any) -> None:
+    """The Triton backend's state without outputs is the chunked scan's, and so are its gradients; no other rank."""
+    from lightnet_kernels import triton_ops
+
+    generator = torch.Generator().manual_seed(3)
+    shape = (1, sum(lengths), heads, width)
+    key, value = (torch.randn(shape, generator=generator).to(dtype).to(device).requires_grad_() for _ in range(2))
+    angles = torch.exp(-torch.arange(heads * width) / 12).view(heads, width).to(device).requires_grad_()
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    double = [x.detach().double().requires_grad_() for x in (key, value, angles)]
+    state = triton_ops.causal_state(key, value, angles if theta else None, bounds.tolist())
+    options = {"theta": double[2] if theta else None, "cu_seqlens": bounds, "return_state": True, "backend": "torch"}
+    _, wanted = additive_scan(double[0], double[0], double[1], **options)  # type: ignore[arg-type, misc]
+    assert torch.equal(state.length, wanted.length) and torch.equal(state.max.double(), wanted.max.double())
+    weights = [torch.randn(x.shape, generator=generator).to(device) for x in (state.sum, state.kv)]
+    used = 3 if theta else 2
+    grads = torch.autograd.grad([state.sum, state.kv], [key, value, angles][:used], weights)
+    expected = torch.autograd.grad([wanted.sum, wanted.kv], double[:used], [x.double() for x in weights])
+    limit = TOLERANCE[dtype]
+    close("sum", state.sum, wanted.sum, limit)
+    close("kv", state.kv, wanted.kv, limit)
+    for name, one, other in zip(("key", "value", "theta"), grads, expected, strict=False):
+        close(f"gradient of {name}", one, other, limit)
+
+
 def check_bytes(place: SequencePlace, device: str) -> None:
     """What a scan sends, forward and backward, whatever the length: a state without its gradient's constants."""
     found = []
@@ -257,6 +282,10 @@ def run_all(device: str, backend: str, dtype: torch.dtype) -> None:
     if os.environ.get("PLANT"):
         plant(os.environ["PLANT"])
     places = [SequencePlace(rank, size, group, method) for method in ("all_gather", "prefix")]  # type: ignore[arg-type]
+    if backend == "triton":
+        sizes = ([3, 0, 150, 64], 2, 24) if device == "cpu" else ([30, 0, 70_000, 64, 5000], 8, 128)
+        for theta in (True, False):
+            attempt(f"state theta={theta}", check_state, *sizes, theta, device, dtype)
     if device == "cpu" and backend == "triton":  # the interpreter is slow
         for case in ("left over", "on ranks' edges"):
             attempt(f"{case} causal", check_scan, case, places[0], True, True, device, backend, dtype)

@@ -5,6 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightnet_llm.config import load_config
+from lightnet_llm.errors import UserError
 from lightnet_llm.parallel.segments import SegmentPlan, SequencePlace, plan_segments
 
 Case = tuple[int, int, int, list[int]]
@@ -105,3 +107,21 @@ def test_parts_make_the_row(case: Case) -> None:
 )
 def test_exchange_is_chosen_by_size(size: int, exchange: str, gathers: bool) -> None:
     assert SequencePlace(0, size, None, exchange).gathers == gathers  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.sequence_length=7", "parallel.sequence=8"], "parallel.sequence 8 is more than data.sequence_length 7"),
+        (["model.causal=false", "model.axes=2", "parallel.sequence=2"], "shares one axis of tokens, model.axes is 2"),
+        (["parallel.sequence_exchange=ring"], "parallel.sequence_exchange"),
+    ],
+)
+def test_refusals(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_config("lm/pile_150m", overrides)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_any_length_is_taken() -> None:
+    assert load_config("lm/pile_150m", ["data.sequence_length=2049", "parallel.sequence=8"]).parallel.sequence == 8
