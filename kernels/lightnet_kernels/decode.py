@@ -193,6 +193,10 @@ def toeplitz_step(state: ToeplitzState, x: Tensor, decay: Tensor, gain: Tensor, 
             f"toeplitz_step: x {tuple(x.shape)}, decay {tuple(decay.shape)}, gain {tuple(gain.shape)} and state.hidden "
             f"{tuple(state.hidden.shape)} do not fit; expected [B, d], [d, e], [d, e] and [B, d, e]"
         )
+    if not state.hidden.is_contiguous():
+        raise ValueError(
+            "toeplitz_step: state.hidden is not contiguous; it is changed in place, so make it so once before"
+        )
     if _choose_backend("toeplitz_step", backend, x, float64=state.hidden.dtype == torch.float64) == "triton":
         triton = _triton()
         assert triton is not None

@@ -171,7 +171,7 @@ def _final_state(
     else:
         local, before = torch.zeros_like(first), first
     hidden = powers[:, sizes].transpose(0, 1) * before + local
-    return ToeplitzState(layout.from_rows(hidden), initial.length + layout.lengths)
+    return ToeplitzState(layout.from_rows(hidden).contiguous(), initial.length + layout.lengths)
 
 
 def decay_powers(decay: Tensor, last: int) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import triton_bidirectional as kernels
 from .state import ScanState, shift_state
+from .triton_launch import launch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -305,7 +306,7 @@ def _launch(name: str, where: _Where, tensors: Sequence[Tensor], others: Sequenc
     constants = {**where.constants(name, *tensors), **extra}
     grid = (where.plan.pieces * where.shape.heads * constants.get("NF", 1),)
     strides = _strides(constants["ALIGN"], *tensors)
-    getattr(kernels, name)[grid](*tensors, *others, *where.tensors, *strides, *where.sizes, **constants)
+    launch(getattr(kernels, name), grid)(*tensors, *others, *where.tensors, *strides, *where.sizes, **constants)
 
 
 def _merge(name: str, where: _Where, *arguments: Optional, **extra: Any) -> None:
@@ -313,7 +314,7 @@ def _merge(name: str, where: _Where, *arguments: Optional, **extra: Any) -> None
     if not plan.sequences or not shape.heads:
         return
     rows = 16
-    getattr(kernels, name)[(plan.sequences, shape.heads, triton.cdiv(shape.D, rows))](
+    launch(getattr(kernels, name), (plan.sequences, shape.heads, triton.cdiv(shape.D, rows)))(
         *arguments, plan.ranges, shape.heads, plan.splits, D=shape.D, V=shape.V, ROWS=rows,
         VP=max(16, triton.next_power_of_2(shape.V)), HALVES=shape.halves, TABLE=plan.ranges is not None, num_warps=4,
         **extra,

@@ -53,7 +53,7 @@ def compiled_together(key: Any, device: torch.device, run: Callable[[], Any]) ->
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """`kernel[grid]`: call it with the kernel's first parameters in order, a tensor first, and the others, constexpr, and
+    """`kernel[grid]`: call it with the kernel's first parameters in order, one a tensor, and the others, constexpr, and
     the launch options (num_warps) by name."""
 
     def start(*arguments: Any, **constants: Any) -> None:
@@ -61,10 +61,11 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         if kernels is not None:
             kernels.append(kernel.warmup(*arguments, grid=grid, **constants))
             return
-        device = arguments[0].device
+        device: Any = None
         values, kinds = [], []
         for x in arguments:
             if isinstance(x, Tensor):
+                device = device or x.device
                 x, dtype = x.data_ptr(), x.dtype  # an address: Triton would ask the driver what a tensor's is
                 kinds.append(dtype if x & 15 == 0 else (dtype, "unaligned"))
             else:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import triton_parts  # noqa: F401  (mends Triton's interpreter)
 from .norms import output_tensors
+from .triton_launch import launch
 
 TILE = 4096  # elements of a tile
 PROGRAMS = 528  # that share the tokens where weights have gradients: four for each of an H100's multiprocessors
@@ -160,7 +161,7 @@ def forward(
     tokens, groups, width = x.shape
     rows, tile = tokens * groups, _tile(groups, width)
     if rows:
-        norm_forward[(triton.cdiv(rows, tile["ROWS"]),)](
+        launch(norm_forward, (triton.cdiv(rows, tile["ROWS"]),))(
             x, residual, gate, weight, bias, y, total, scale, rows, eps, *_strides(x, residual, gate), **tile,
             PACKED=_packed(x, residual, gate), LAYER=layer, RESIDUAL=residual is not None, GATE=gate is not None,
             WEIGHT=weight is not None, BIAS=bias is not None,
@@ -190,7 +191,7 @@ def backward(
     )
     if blocks:
         grid = (triton.cdiv(tokens * groups, tile["ROWS"]), 1) if weight is None else (groups, programs)
-        norm_backward[grid](
+        launch(norm_backward, grid)(
             x, gate, weight, bias, scale, grad, grad_sum, grad_x, grad_gate, sums[:1], sums[1:], tokens,
             *_strides(x, gate, grad, grad_sum), **tile, PACKED=_packed(x, gate, grad, grad_sum), LAYER=layer,
             RESIDUAL=grad_sum is not None, GATE=gate is not None, WEIGHT=weight is not None, BIAS=bias is not None,

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import triton_bidirectional_scan, triton_scan
 from .checks import check_cu_seqlens
@@ -46,10 +48,7 @@ def _case(query: Tensor, value: Tensor, theta: Tensor | None, initial: Any, silu
     return triton_scan.shape_of(query, value, theta, silu), query.dtype, query.device, initial is None, state
 
 
-@torch.library.custom_op(
-    "lightnet::causal_scan", mutates_args=(), schema=f"{FORWARD} -> ({', '.join(['Tensor'] * 12)})"
-)
-def causal_scan_op(
+def _forward(
     query: Any, key: Any, value: Any, theta: Any, initial_max: Any, initial_sum: Any, initial_kv: Any,
     cu_seqlens: Any, silu: bool, return_state: bool,
 ) -> Any:  # fmt: skip
@@ -62,6 +61,11 @@ def causal_scan_op(
                           lambda: triton_scan.forward(*arguments))  # fmt: skip
         output, state, found = triton_scan.forward(*arguments)
     return tuple(query.new_empty(0) if x is None else x for x in (output, *(state or (None,) * 3), *found))
+
+
+causal_scan_op = torch.library.custom_op(
+    "lightnet::causal_scan", _forward, mutates_args=(), schema=f"{FORWARD} -> ({', '.join(['Tensor'] * 12)})"
+)
 
 
 @causal_scan_op.register_fake
@@ -79,12 +83,7 @@ def _(query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens
     return tuple(query.new_empty(0) if x is None else x for x in (output, *state, *found))
 
 
-@torch.library.custom_op(
-    "lightnet::causal_scan_backward",
-    mutates_args=(),
-    schema=f"{BACKWARD} -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def causal_scan_backward_op(
+def _gradients(
     grad: Any, query: Any, key: Any, value: Any, theta: Any, initial_max: Any, initial_sum: Any, initial_kv: Any,
     cu_seqlens: Any, kv: Any, enter: Any, leave: Any, mass: Any, flag: Any, cos: Any, sin: Any, turn: Any,
     final_max: Any, final_kv: Any, grad_sum: Any, grad_kv: Any, silu: bool,
@@ -101,6 +100,14 @@ def causal_scan_backward_op(
                           lambda: triton_scan.backward(*arguments))  # fmt: skip
         grads = triton_scan.backward(*arguments)
     return tuple(query.new_empty(0, dtype=torch.float32) if x is None else x for x in grads)
+
+
+causal_scan_backward_op = torch.library.custom_op(
+    "lightnet::causal_scan_backward",
+    _gradients,
+    mutates_args=(),
+    schema=f"{BACKWARD} -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @causal_scan_backward_op.register_fake
@@ -122,7 +129,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, _max: Any, grad_sum: Tensor | None, grad_kv: Any, *_found: Any) -> Any:
+def _backward(
+    ctx: Any,
+    grad: Tensor | None,
+    _max: Any,
+    grad_sum: Tensor | None,
+    grad_kv: Any,
+    *_found: Any,
+    gradients: Callable[..., Any] = causal_scan_backward_op,
+) -> Any:
     saved = ctx.saved_tensors
     query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens = saved[:8]
     found, (final_max, final_kv) = saved[8:16], saved[16:]
@@ -133,7 +148,7 @@ def _backward(ctx: Any, grad: Tensor | None, _max: Any, grad_sum: Tensor | None,
         grad_sum = torch.zeros_like(final_max) if grad_sum is None else grad_sum
         grad_kv = torch.zeros_like(final_kv) if grad_kv is None else grad_kv
         final = [final_max, final_kv, grad_sum, grad_kv]
-    *grads, of_theta, of_sum, of_kv = causal_scan_backward_op(
+    *grads, of_theta, of_sum, of_kv = gradients(
         grad, query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, *found, *final, ctx.silu
     )
     theta_grad = None if theta is None else of_theta
@@ -142,6 +157,22 @@ def _backward(ctx: Any, grad: Tensor | None, _max: Any, grad_sum: Tensor | None,
 
 
 causal_scan_op.register_autograd(_backward, setup_context=_save)
+
+
+class _Eager(torch.autograd.Function):
+    """The operator without its dispatch, which costs the host more than the kernels' launches."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _forward(*inputs)
+        ctx.mark_non_differentiable(output[1], *output[4:])
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _backward(ctx, *grads, gradients=_gradients)
 
 
 def causal_scan(
@@ -158,7 +189,8 @@ def causal_scan(
     """See `scan.additive_scan`; inputs keep their dtype."""
     start = [None] * 3 if initial is None else [initial.max.detach().float(), initial.sum.float(), initial.kv.float()]
     theta = None if theta is None else theta.float()
-    output, *state = causal_scan_op(  # and what the backward pass needs
+    scan = causal_scan_op if torch.compiler.is_compiling() else _Eager.apply
+    output, *state = scan(  # and what the backward pass needs
         query, key, value, theta, *start, cu_seqlens, activation, return_state
     )
     if not return_state:

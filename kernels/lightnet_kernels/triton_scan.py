@@ -353,11 +353,13 @@ def backward(
             BT=BLOCK, FINAL=last_kv is not None, **arguments,
         )  # fmt: skip
         run(held, first, FROM=1, BLOCKS=1, TO=to)
+        del held
     launch(kernels.scan_pressure, (sequences, heads, parts(shape.D, LANES)))(
         table.block_ranges, found.enter, found.leave, own, pressure, last_pressure, pushed, heads,
         D=shape.D, DP=LANES, ROWS=16, FINAL=final is not None, INITIAL=pushed is not None,
         num_warps=1,
     )  # fmt: skip
+    del own
     for grid, count in shape.grids(table):
         launch(kernels.key_grads, grid)(
             query, key, value, grad, grads[1], x, later, table.blocks, found.cos, found.sin, asked, found.enter,

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import triton_parts  # noqa: F401  (mends Triton's interpreter)
+from .triton_launch import launch
 
 TILE = 4096
 
@@ -69,7 +70,7 @@ def forward(gate: Tensor, up: Tensor | None, y: Tensor) -> Tensor:
     if y.numel():
         one, two, out = _one_row(*(_halves(gate) if up is None else (gate, up)), y)
         grid, tile = _launch(*out.shape)
-        swiglu_forward[grid](one, two, out, *out.shape, *one.stride(), *two.stride(), **tile)
+        launch(swiglu_forward, grid)(one, two, out, *out.shape, *one.stride(), *two.stride(), **tile)
     return y
 
 
@@ -82,7 +83,7 @@ def backward(
         outputs = _halves(grad_gate) if up is None else (grad_gate, grad_up)
         one, two, upstream, grad_one, grad_two = _one_row(*inputs, grad, *outputs)
         grid, tile = _launch(*upstream.shape)
-        swiglu_backward[grid](
+        launch(swiglu_backward, grid)(
             one, two, upstream, grad_one, grad_two, *upstream.shape, *one.stride(), *two.stride(), *upstream.stride(),
             grad_one.stride(0), grad_two.stride(0), **tile,
         )  # fmt: skip

@@ -49,8 +49,10 @@ def tables(
     blocks = torch.stack(
         [rows[owner], begin[owner] + place * block, (lengths[owner] - place * block).clamp_max(block), place], 1
     )
-    ideal = max(2 * WINDOW, -(-int(counts.sum()) * chains // PROGRAMS))
-    span = -(-ideal // WINDOW) * WINDOW
+    ideal = max(2 * WINDOW, int(counts.sum()) * chains / PROGRAMS)
+    longest = int(counts.max()) if len(counts) else 0
+    span = -(-longest // max(1, round(longest / ideal)))  # equal spans: a short one would be a wave of its own
+    span = max(WINDOW, -(-span // WINDOW) * WINDOW)
     span_counts, owner, place = _parts(lengths, span * block)
     spans = torch.stack(
         [
