@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= $(if $(wildcard /proc/driver/nvidia/version),,-c constraints-cpu.txt)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install demo test test-full test-system lint types check clean
+.PHONY: help install demo mini-pile test test-full test-system lint types check clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -25,6 +25,9 @@ $(VENV)/installed: pyproject.toml constraints-cpu.txt
 
 demo: install  ## prepare, train, stop, resume, measure, sample and draw: runs/demo/report.html (CORPUS=path for your text)
 	$(BIN)/python launch/demo.py $(if $(CORPUS),--corpus "$(CORPUS)")
+
+mini-pile: install  ## some 130 MB of real text of ten domains, out of Debian packages, in data/mini-pile
+	$(BIN)/python -m lightnet_data.mini_pile --output data/mini-pile
 
 test: install  ## what needs no GPU, no root and no network (15 minutes on two cores at most)
 	$(PYTEST) -m "not slow and not system and not gpu"
