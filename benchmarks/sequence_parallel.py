@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 3e-4
 
 
 def job(arguments: argparse.Namespace, tokens: int, ranks: int, steps: int, seconds: float) -> dict[str, Any]:

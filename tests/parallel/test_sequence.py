@@ -26,7 +26,7 @@ def exchange_ranks(*arguments: str, timeout: int = 240, **environment: str) -> N
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("world", ["2", "3", "4", pytest.param("5", marks=SLOW), pytest.param("8", marks=SLOW)])
+@pytest.mark.parametrize("world", ["3", "4", *(pytest.param(world, marks=SLOW) for world in ("2", "5", "8"))])
 def test_scans_over_ranks_equal_one(world: str) -> None:
     """Causal and bidirectional scans and MD-TPE, both exchanges, in float64: outputs and every gradient to 1e-10."""
     exchange_ranks(world)
@@ -60,6 +60,11 @@ LAYOUTS = {
     ),
     "sp3_tp2_zero3": (6, ["parallel.sequence=3", "parallel.tensor=2", "parallel.zero_stage=3"]),
     "sp5_no_lrpe": (5, ["parallel.sequence=5", "model.lrpe=false", "parallel.sequence_exchange=prefix"]),
+    "sp3_bidirectional": (3, ["parallel.sequence=3", "model.causal=false"]),
+    "sp4_bidirectional_prefix": (
+        8,
+        ["parallel.sequence=4", "model.causal=false", "parallel.sequence_exchange=prefix", "parallel.pipeline=2"],
+    ),
     "sp3_no_tpe": (3, ["parallel.sequence=3", "model.tpe=false"]),
 }
 
