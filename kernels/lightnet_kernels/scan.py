@@ -80,8 +80,8 @@ def choose_backend(backend: str, query: Tensor, **request: Any) -> str:
     """Resolve "auto" for these inputs; `request` as for `triton_scan.unsupported`."""
     check_backend("additive_scan", backend, ("auto", *_BACKENDS, "triton"))
     if backend == "auto":
-        # bf16 alone: the exact form of the Triton kernels for float32 and fp16 has not run on a card yet.
-        if query.device.type != "cuda" or query.dtype != torch.bfloat16 or query.shape[1] == 1:
+        # Bidirectional kernels have run on a card in a few shapes only: they are for those who name them.
+        if query.device.type != "cuda" or query.shape[1] == 1 or not request["causal"]:
             return "torch"
         triton = _triton()
         return "torch" if triton is None or _unsupported(triton, query, request) else "triton"
@@ -143,8 +143,9 @@ def additive_scan(
         bidirectional call with coordinates it is coordinate 0, and such states are merged without theta.
     exchange: sequence parallelism, see `ScanExchange`.
     backend: "auto", "reference" (O(N^2 D), the specification), "torch" or "triton" (GPU; without decay, and causally
-        without key_mask; inputs bfloat16, float16 or float32, the same for all three). "auto" is "triton" on a GPU where it
-        does the case, else "torch". "triton" never waits for the device, unless cu_seqlens lies there: keep it on the CPU.
+        without key_mask; inputs bfloat16, float16 or float32, the same for all three). "auto" is "triton" for causal
+        calls on a GPU where it does the case, else "torch". "triton" never waits for the device, unless cu_seqlens lies
+        there: keep it on the CPU.
 
     Returns the output [B, N, H, Dv] in value's dtype (0 at masked tokens), or (output, state).
     Gradients reach every floating-point input and initial_state's sum and kv; states' max is a constant.

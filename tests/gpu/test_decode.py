@@ -124,7 +124,7 @@ def test_small_masses_add_up_and_angles_do_not_drift():
     for j in range(4):
         step = float(theta[0, j])
         for part, wave in ((0, torch.cos), (4, torch.sin)):
-            first = wave(torch.tensor(-(tokens + 1) * step).double())
+            first = wave(torch.tensor(-(tokens + 1) * step, dtype=torch.float64))
             wanted = first + small[j] * wave(-lags * step).sum()
             assert abs(float(last.kv[0, 0, part + j, 0]) - float(wanted)) < 2e-5
 
