@@ -318,13 +318,7 @@ def backward(
         chained = spans * (shape.chains // shape.slices)
         torque = torch.empty(2 * blocks + chained, heads, shape.D, device=device)  # of queries, keys and states
         moved = torque[2 * blocks :]
-    last = last_kv = last_pressure = None
-    if final is not None:
-        last = table.block_ranges[:, 0] + (table.block_ranges[:, 1] - 1).clamp_min(0)
-        scale = torch.exp(found.leave[last.clamp_max(blocks - 1)] - final.max)  # empty sequences: not used
-        last_kv = final.grad_kv * (scale.repeat(1, 1, 2) if shape.double else scale)[..., None]
-        last_pressure = -final.grad_sum * scale
-
+    last_kv, last_pressure = (None, None) if final is None else _asked_at_the_end(final, found, table)
     x = torch.empty(query.shape, dtype=shape.operand, device=device)
     later = torch.empty_like(x) if query.dtype == torch.float16 else grads[1]  # float16 has not the range
     for grid, count in shape.grids(table):
@@ -378,30 +372,44 @@ def backward(
             torque, grad_theta, torque.shape[0], columns, ROWS=128, COLUMNS=LANES, num_warps=8
         )
         if final is not None:
-            # The last state's origin is the token after, counted from the last window's first.
-            count = table.block_ranges[:, 1]
-            start = (count - 1).clamp_min(0) // WINDOW * (WINDOW * BLOCK)
-            turn = (table.lengths - start)[:, None, None] * _torque(final.kv, final.grad_kv)
-            grad_theta = grad_theta + torch.where(table.lengths[:, None, None] > 0, turn, 0.0).sum(0)
+            grad_theta = grad_theta + _last_move(final, table)
     if first is not None and pushed is not None and initial is not None:
-        enter = found.enter[table.block_ranges[:, 0].clamp_max(blocks - 1)]
-        scale = torch.where(initial[0] == float("-inf"), 0.0, torch.exp(initial[0] - enter))
-        first *= (scale.repeat(1, 1, 2) if shape.double else scale)[..., None]
-        pushed = pushed * scale
-        if final is not None:  # a sequence without tokens hands its state on
-            some = table.lengths[:, None, None] > 0
-            first = torch.where(some[..., None], first, final.grad_kv)
-            pushed = torch.where(some, pushed, -final.grad_sum)
-        else:
-            some = table.lengths[:, None, None] > 0
-            first, pushed = torch.where(some[..., None], first, 0.0), torch.where(some, pushed, 0.0)
+        first, pushed = _asked_at_the_start(first, pushed, initial[0], found, table, final)
     return (*grads, grad_theta, None if pushed is None else -pushed, first)
 
 
-def _torque(kv: Tensor, grad_kv: Tensor) -> Tensor:
-    """Change of the loss with the angle of a state's origin, [sequences, H, D]."""
-    (cos, sin), (grad_cos, grad_sin) = kv.float().chunk(2, 2), grad_kv.chunk(2, 2)
-    return (sin * grad_cos - cos * grad_sin).sum(3)
+def _rows(scale: Tensor, kv: Tensor) -> Tensor:
+    """A factor of each feature [sequences, H, D] for kv's rows, both halves where they are doubled."""
+    return scale.repeat(1, 1, kv.shape[2] // scale.shape[2])[..., None]
+
+
+def _asked_at_the_end(final: StateGrads, found: Blocks, table: Tables) -> tuple[Tensor, Tensor]:
+    """What the last state's gradients ask of the last block: kv's and the pressure, in units of exp(-leave)."""
+    last = table.block_ranges[:, 0] + (table.block_ranges[:, 1] - 1).clamp_min(0)
+    scale = torch.exp(found.leave[last.clamp_max(found.leave.shape[0] - 1)] - final.max)  # no tokens: not used
+    return final.grad_kv * _rows(scale, final.grad_kv), -final.grad_sum * scale
+
+
+def _asked_at_the_start(
+    grad_kv: Tensor, pressure: Tensor, top: Tensor, found: Blocks, table: Tables, final: StateGrads | None
+) -> tuple[Tensor, Tensor]:
+    """From what the first blocks ask, in units of exp(-enter), to what is asked of the initial states, in units of
+    exp(-top). A sequence without tokens hands its state on."""
+    enter = found.enter[table.block_ranges[:, 0].clamp_max(found.enter.shape[0] - 1)]
+    scale = torch.where(top == float("-inf"), 0.0, torch.exp(top - enter))
+    some = table.lengths[:, None, None] > 0
+    other_kv, other = (0.0, 0.0) if final is None else (final.grad_kv, -final.grad_sum)
+    return torch.where(some[..., None], grad_kv * _rows(scale, grad_kv), other_kv), torch.where(
+        some, pressure * scale, other
+    )
+
+
+def _last_move(final: StateGrads, table: Tables) -> Tensor:
+    """theta's gradient of the last states' own move: their origin, the token after, counted from the last window."""
+    (cos, sin), (grad_cos, grad_sin) = final.kv.float().chunk(2, 2), final.grad_kv.chunk(2, 2)
+    start = (table.block_ranges[:, 1] - 1).clamp_min(0) // WINDOW * (WINDOW * BLOCK)
+    tokens = torch.where(table.lengths > 0, table.lengths - start, 0)
+    return (tokens[:, None, None] * (sin * grad_cos - cos * grad_sin).sum(3)).sum(0)
 
 
 @torch.compiler.assume_constant_result
