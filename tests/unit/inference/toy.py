@@ -17,7 +17,7 @@ from lightnet_data.dataset import PackedTokens, collate
 from lightnet_data.prepare import Options, prepare
 
 from lightnet_llm.checkpoint import store
-from lightnet_llm.checkpoint.weights import save_weights
+from lightnet_llm.checkpoint.weights import gather_weights, part_file, write_weights
 from lightnet_llm.config import dump_config, validate
 from lightnet_llm.models import CausalLM, ForwardContext, initialize
 
@@ -86,7 +86,7 @@ def train(model: CausalLM, data: Path, steps: int) -> None:
 def save(model: CausalLM, run: Path, step: int) -> Path:
     """A checkpoint as training writes it, without the optimiser."""
     folder = store.begin(run / "checkpoints", step)
-    save_weights(model, folder, stage=0, tensor_rank=0, tensor_size=1, zero_stage=1, writes=True)
+    write_weights(part_file(folder, 0, 0), *gather_weights(model, zero_stage=1, writes=True), 0, 1)
     shutil.copyfile(run / "config.yaml", folder / "config.yaml")
     return store.commit(run / "checkpoints", step, {"format": 1, "state": {"step": step}})
 
