@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= $(if $(wildcard /proc/driver/nvidia/version),,-c constraints-cpu.txt)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install demo mini-pile test test-full test-system lint types check clean
+.PHONY: help install demo mini-pile test test-full test-system parity lint types check clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -39,6 +39,9 @@ test-full: install  ## everything that is slow, too; leaves tests/logs/test-full
 test-system: install  ## what needs root, iproute2 and Debian (pdsh, sshd and Slurm are fetched, not installed); leaves a log
 	@mkdir -p tests/logs
 	{ date -u +%F; $(BIN)/python --version; $(PYTEST) -m system --timeout 1200; } 2>&1 | tee tests/logs/test-system.log
+
+parity: install  ## every layout against one process, up to 8 ranks; writes docs/parity.md (20 minutes on two cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parallel.matrix --output docs/parity.md
 
 lint: install  ## ruff: style and errors
 	$(BIN)/ruff check .

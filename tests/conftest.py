@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CODE = """
 import sys
 from tests.parallel import faults
-if sys.argv[1]:
-    getattr(faults, sys.argv[1])()
+for name in filter(None, sys.argv[1].split(",")):
+    getattr(faults, name)()
 from lightnet_llm.training.main import start
 sys.argv[1:] = sys.argv[2:]
 start()
@@ -148,10 +148,14 @@ def ranks() -> Iterator[SpawnedRanks]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration and data on which the loss falls quickly: words of a small grammar."""
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def write_tiny(folder: Path) -> Path:
+    """Writes data and configuration of the ``tiny`` fixture; returns the configuration's file."""
     from lightnet_data import manifest
     from lightnet_data.storage import indexed_dataset
 
-    folder = tmp_path_factory.mktemp("tiny")
     random = np.random.default_rng(0)
     words = [random.integers(1, 12, size=int(n)) for n in random.integers(2, 6, size=12)]
     data = folder / "data"

@@ -115,6 +115,11 @@ class ParallelConfig(Section):
     sequence_exchange_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="Dtype of states (but not of maxima and normalisers) and their gradients in flight."
     )
+    tensor_sequence_parallel: bool = Field(
+        default=False,
+        description="Tensor-parallel ranks share the tokens of norms, residual stream and dropout, which need the less "
+        "memory for it; changes nothing with tensor: 1.",
+    )
     zero_stage: Literal[0, 1, 2, 3] = Field(default=1, description="DeepSpeed ZeRO stage.")
     recompute_every: int = Field(
         default=0, ge=0, description="Activation checkpointing of every n-th block: 1 all, 2 every other, 0 none."

@@ -42,9 +42,9 @@ class LightNetAttention(nn.Module):
     ) -> tuple[Tensor, Any]:
         """[B, N, width] to the same, and the scan state after the last token (None unless asked for)."""
         enter = self.layers_set.enter
-        shape = (*x.shape[:2], self.heads, -1)
         inside = enter(x)
-        query, key, value = self.qkv(inside).view(*x.shape[:2], self.heads, 3, self.head_width).unbind(-2)
+        shape = (*inside.shape[:2], self.heads, -1)
+        query, key, value = self.qkv(inside).view(*inside.shape[:2], self.heads, 3, self.head_width).unbind(-2)
         gate = self.gate_up(enter(self.gate_down(x))).view(shape)
         if context.decode:
             out = decode_step(state, query[:, 0], key[:, 0], value[:, 0])[:, None]

@@ -46,14 +46,15 @@ class CausalLM(nn.Module):
         """Token ids [B, N] to activations: [1, B*N, width] with segments, else [B, N, width]; and TPE's state."""
         if context.cu_seqlens is not None:
             input_ids = input_ids.reshape(1, -1)
-        return embed(self.embedding, self.tpe, self.config, input_ids, context, state and state.tpe, return_state)
+        parts = self.embedding, self.tpe, self.layers_set
+        return embed(*parts, self.config, input_ids, context, state and state.tpe, return_state)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Activations to this rank's slice of the logits over the padded vocabulary."""
         return project(hidden, self._head_weight(), self.norm, self.layers_set)
 
     def nll(self, hidden: Tensor, labels: Tensor, reduction: str = "none") -> Tensor:
-        """Activations [.., width] to the negative log likelihood in nats, fp32, of labels [..]; see :func:`head_loss`."""
+        """Activations [B, N, width] to the negative log likelihood in nats, fp32, of as many labels; see :func:`head_loss`."""
         return head_loss(
             hidden, self._head_weight(), self.norm, self.layers_set, labels, self.config.vocab_size, reduction
         )
@@ -83,7 +84,7 @@ class CausalLM(nn.Module):
         """
         hidden, after = self.hidden(input_ids, context, state, return_state)
         if labels is not None:
-            total = self.nll(hidden, labels.reshape(hidden.shape[:-1]), "sum")
+            total = self.nll(hidden, labels, "sum")
             return CausalLMOutput(None, after, total / labels.numel())
         return CausalLMOutput(self.logits(hidden).view(*input_ids.shape, -1), after)
 
@@ -109,24 +110,28 @@ class CausalLM(nn.Module):
     def loss(self, input_ids: Tensor, labels: Tensor, context: ForwardContext | None = None) -> Tensor:
         """Negative log likelihood in nats of every label, fp32 [B, N]."""
         hidden, _ = self.hidden(input_ids, context)
-        return self.nll(hidden, labels.reshape(hidden.shape[:-1])).view(labels.shape)
+        return self.nll(hidden, labels).view(labels.shape)
 
 
 def embed(
     embedding: nn.Module,
     tpe: ToeplitzEncoding | None,
+    layers: PlainLayers,
     config: ModelConfig,
     input_ids: Tensor,
     context: ForwardContext,
     state: object = None,
     return_state: bool = False,
 ) -> tuple[Tensor, object]:
-    """Embedding, TPE and the first dropout; shared by the plain and the pipelined model."""
+    """Embedding, TPE and the first dropout; shared by the plain and the pipelined model.
+
+    TPE runs over whole sequences: ranks share the tokens only after it.
+    """
     hidden = embedding(input_ids)
     after = None
     if tpe is not None:
         hidden, after = tpe(hidden, context, state=state, return_state=return_state)
-    return dropout(hidden, config.dropout, context.dropout, 0), after
+    return dropout(layers.share_tokens(hidden), config.dropout, context.dropout, 0), after
 
 
 def project(hidden: Tensor, weight: Tensor, norm: nn.Module, layers: PlainLayers) -> Tensor:
@@ -144,7 +149,8 @@ def head_loss(
     reduction: str,
 ) -> Tensor:
     """Final norm, head and loss, fp32 nats of labels ("none") or their sum; shared by the plain and the pipelined model."""
-    return layers.cross_entropy(layers.enter(norm(hidden)), weight, labels, vocab_size, reduction)
+    inside = layers.enter(norm(hidden))
+    return layers.cross_entropy(inside, weight, labels.reshape(inside.shape[:-1]), vocab_size, reduction)
 
 
 def build_head(config: ModelConfig, layers: PlainLayers) -> nn.Module:

@@ -43,6 +43,7 @@ class DropoutKey:
         sample_ids: int64 [B] global sample positions.
         tokens: tokens per sample N.
         offset: position of this rank's first token inside its samples (sequence parallelism).
+        shard: (rank, number of ranks) where tensor-parallel ranks share the B x N tokens evenly, in order.
     """
 
     seed: int
@@ -50,9 +51,11 @@ class DropoutKey:
     sample_ids: Tensor
     tokens: int
     offset: int = 0
+    shard: tuple[int, int] = (0, 1)
 
     def mask(self, place: int, shape: torch.Size, probability: float, channel_offset: int = 0) -> Tensor:
-        """Boolean keep-mask for activations of ``shape`` [.., C], whose leading part holds B x N tokens in order.
+        """Boolean keep-mask for activations of ``shape`` [.., C], whose leading part holds B x N tokens in order, or this
+        rank's share of them.
 
         Args:
             place: a number that tells dropout sites apart, such as 2 * layer + 1.
@@ -63,7 +66,10 @@ class DropoutKey:
         base = _mix_int(self.seed, self.step, place)
         sample = mix32(mix32((ids & _MASK) ^ base) ^ ((ids >> 32) & _MASK))
         token = torch.arange(self.offset, self.offset + self.tokens, device=device) * 0x9E3779B1
-        keys = mix32((sample[:, None] + token[None, :]) & _MASK)  # [B, N]
+        keys = mix32((sample[:, None] + token[None, :]) & _MASK).flatten()  # [B * N]
+        rank, ranks = self.shard
+        count = keys.numel() // ranks
+        keys = keys[rank * count : (rank + 1) * count]
         channel = torch.arange(channel_offset, channel_offset + shape[-1], device=device) * 0x85EBCA77
         bits = mix32((keys.view(*shape[:-1], 1) + channel) & _MASK)
         return bits >= int(probability * 2**32)

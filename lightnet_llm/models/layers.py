@@ -2,7 +2,8 @@
 
 ``lightnet_llm.parallel.megatron`` offers the same interface over tensor-parallel ranks. A model asks for ``column``
 layers (outputs split over ranks), ``row`` layers (inputs split, outputs summed) and calls ``enter`` once on what it feeds
-to column layers; with one rank all of these are ordinary.
+to column layers; with one rank all of these are ordinary. Between a row layer and the next ``enter`` ranks may hold a
+share of the tokens each (``share_tokens``): there a model works token by token.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ class PlainLayers:
     Attributes:
         tensor_parallel: ranks that share each layer.
         tensor_rank: this process among them.
+        token_shard: (rank, number of ranks) that share the tokens of the residual stream.
         group: their process group, None for one.
         vocab_multiple: the vocabulary is padded to a multiple of this.
     """
 
     tensor_parallel = 1
     tensor_rank = 0
+    token_shard = (0, 1)
     group: Any = None
 
     def __init__(self, vocab_multiple: int = 128):
@@ -42,13 +45,20 @@ class PlainLayers:
         return padded_size(size, self.tensor_parallel) // self.tensor_parallel
 
     def enter(self, x: Tensor) -> Tensor:
-        """Mark the input of column layers: identity forward, sum over ranks backward."""
+        """Mark the input of column layers: whole tokens forward, sum over ranks backward."""
         return x
+
+    def share_tokens(self, x: Tensor) -> Tensor:
+        """This rank's tokens of [B, N, width], which all ranks hold whole: all where ranks do not share them."""
+        return x
+
+    def sum_shared_gradients(self, model: nn.Module) -> None:
+        """Have gradients summed of parameters that each rank applies to its share of the tokens."""
 
     def linear(self, in_features: int, out_features: int, std: float) -> nn.Module:
         """A linear layer without bias that every rank holds whole."""
         layer = nn.Linear(in_features, out_features, bias=False)
-        declare(layer.weight, ParameterSpec((out_features, in_features), normal(std)))
+        declare(layer.weight, ParameterSpec((out_features, in_features), normal(std), per_token=True))
         return layer
 
     def column(self, in_features: int, out_features: int, std: float) -> nn.Module:

@@ -27,10 +27,10 @@ class NormWeights(nn.Module):
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         if kind in ("rms", "layer"):
-            spec = ParameterSpec((width,), constant(1.0), partition, decay=False)
+            spec = ParameterSpec((width,), constant(1.0), partition, decay=False, per_token=partition is None)
             self.weight = declare(nn.Parameter(torch.ones(size)), spec)
         if kind == "layer":
-            spec = ParameterSpec((width,), constant(0.0), partition, decay=False)
+            spec = ParameterSpec((width,), constant(0.0), partition, decay=False, per_token=partition is None)
             self.bias = declare(nn.Parameter(torch.zeros(size)), spec)
 
 

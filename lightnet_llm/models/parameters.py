@@ -28,6 +28,8 @@ class ParameterSpec:
         decay: whether weight decay applies.
         keep_fp32: whether the parameter stays fp32 in a bf16 run (theta, TPE's decay rates).
         rate: factor on the learning rate.
+        per_token: used token by token on the residual stream: where tensor-parallel ranks share the tokens there, each has
+            a part of the gradient, and they are summed.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +38,7 @@ class ParameterSpec:
     decay: bool = True
     keep_fp32: bool = False
     rate: float = 1.0
+    per_token: bool = False
 
 
 def declare(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:

@@ -6,7 +6,7 @@ that shapes never change; each stage cuts the padding off again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,13 +30,25 @@ Payload = tuple[Tensor, Tensor, Tensor]
 class Clock:
     """What every pass must know: the step (dropout masks depend on it; None in evaluation) and who shares its rows.
 
-    ``loss_weight`` undoes the mean over columns that sequence-parallel ranks add to rows.
+    ``loss_weight`` undoes the mean over columns that sequence-parallel ranks add to rows; ``token_shard`` is that of the
+    layers: dropout masks depend on a token's place among all.
     """
 
     seed: int
     step: int | None = None
     place: SequencePlace | None = None
     loss_weight: float = 1.0
+    token_shard: tuple[int, int] = (0, 1)
+
+    def context(
+        self, cu_seqlens: Tensor, sample_ids: Tensor, tokens: int, config: ModelConfig, training: bool
+    ) -> ForwardContext:
+        """The forward context of a micro-batch; arguments as of :func:`training_context`."""
+        step = self.step if training else None
+        context = training_context(cu_seqlens, sample_ids, tokens, config, self.seed, step, self.place)
+        if context.dropout is None:
+            return context
+        return replace(context, dropout=replace(context.dropout, shard=self.token_shard))
 
 
 def pad_segments(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -60,9 +72,7 @@ class _Stage(nn.Module):
         """The forward context that travels beside the activations."""
         _, sample_ids, cu_seqlens = payload
         tokens = (cu_seqlens.numel() - 1) // sample_ids.numel()
-        step = self.clock.step if self.training else None
-        bounds = _trim(cu_seqlens)
-        return training_context(bounds, sample_ids, tokens, self.config, self.clock.seed, step, self.clock.place)
+        return self.clock.context(_trim(cu_seqlens), sample_ids, tokens, self.config, self.training)
 
 
 class EmbeddingStage(_Stage):
@@ -85,7 +95,7 @@ class PositionStage(_Stage):
         self.tpe = ToeplitzEncoding(config) if config.tpe else None
 
     def forward(self, payload: Payload) -> Payload:
-        hidden, _ = embed(nn.Identity(), self.tpe, self.config, payload[0], self.context(payload))
+        hidden, _ = embed(nn.Identity(), self.tpe, self.layers_set, self.config, payload[0], self.context(payload))
         return hidden, payload[1], payload[2]
 
 
@@ -190,7 +200,5 @@ class PipelinedCausalLM(PipelineModule):
     def _loss(self, outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
         """Normed activations and the head's weight to the mean loss, as of ``CausalLM.forward`` with labels."""
         hidden, weight = outputs
-        flat = labels.reshape(hidden.shape[:-1])
-        vocab_size = self.config.vocab_size
-        loss = head_loss(hidden, weight, nn.Identity(), self.layers_set, flat, vocab_size, "sum") / labels.numel()
-        return loss * self.clock.loss_weight
+        total = head_loss(hidden, weight, nn.Identity(), self.layers_set, labels, self.config.vocab_size, "sum")
+        return total / labels.numel() * self.clock.loss_weight

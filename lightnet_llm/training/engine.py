@@ -31,7 +31,7 @@ from ..models.parameters import initialize, spec_of
 from ..parallel.layout import Groups
 from ..parallel.megatron import MegatronLayers
 from ..parallel.pipeline import Clock, PipelinedCausalLM, pad_segments
-from ..parallel.sequence import SequencePlace, training_context
+from ..parallel.sequence import SequencePlace
 from .bad_steps import Guard, Judge
 from .norms import group_norms
 from .optimizer import build_optimizer
@@ -58,9 +58,11 @@ def _fp32_parameters_kept() -> Iterator[None]:
         DeepSpeedEngine._cast_module_mixed_precision = original
 
 
-def build_layers(groups: Groups) -> PlainLayers:
+def build_layers(groups: Groups, share_tokens: bool = False) -> PlainLayers:
     """megatron-core's layers under tensor parallelism, plain torch otherwise."""
-    return MegatronLayers(groups.tensor_group) if groups.layout.tensor > 1 else PlainLayers()
+    if groups.layout.tensor == 1:
+        return PlainLayers()
+    return MegatronLayers(groups.tensor_group, share_tokens=share_tokens)
 
 
 class Engine:
@@ -94,8 +96,8 @@ class Engine:
         self.losses: list[Tensor] = []
         place, tokens = self._place(), config.data.sequence_length
         weight = 1.0 if place is None else place.loss_weight(tokens)
-        self.clock = Clock(config.train.seed, place=place, loss_weight=weight)
-        self.layers = build_layers(groups)
+        self.layers = build_layers(groups, config.parallel.tensor_sequence_parallel)
+        self.clock = Clock(config.train.seed, None, place, weight, self.layers.token_shard)
         model = self._build_model()
         every = config.parallel.recompute_every
         for block in model.modules():
@@ -104,6 +106,7 @@ class Engine:
         initialize(model, config.train.seed, self.layers.tensor_rank)
         if weights is not None:
             load_into(model, load_weights(weights), str(weights), self.layers.tensor_rank)
+        self.layers.sum_shared_gradients(model)
         with _fp32_parameters_kept():
             self.engine, self.optimizer, *_ = deepspeed.initialize(
                 model=model,
@@ -190,15 +193,9 @@ class Engine:
 
     def _loss(self, batch: Batch) -> Tensor:
         input_ids, labels = batch["input_ids"], batch["labels"]
-        step, place = self.clock.step if self.module.training else None, self.clock.place
-        context = training_context(
-            batch["cu_seqlens"],
-            batch["sample_ids"],
-            input_ids.shape[1],
-            self.config.model,
-            self.clock.seed,
-            step,
-            place,
+        place, tokens = self.clock.place, input_ids.shape[1]
+        context = self.clock.context(
+            batch["cu_seqlens"], batch["sample_ids"], tokens, self.config.model, self.module.training
         )
         if place is not None:
             input_ids, labels = place.part(input_ids), place.part(labels, fill=-1)

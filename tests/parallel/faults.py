@@ -1,5 +1,9 @@
 """Faults planted on purpose: a test that cannot see them proves nothing."""
 
+from tests.parallel.shards import check_shards
+
+__all__ = ["check_shards"]  # no fault: planted like one
+
 
 def drop_row_reduction() -> None:
     """Tensor-parallel ranks keep their own partial sums."""
@@ -42,6 +46,53 @@ def double_replicated_norm() -> None:
 
     for module in (parameters, layers, lrpe, norms, tpe):
         module.declare = declare  # type: ignore[attr-defined]
+
+
+def drop_shared_sum() -> None:
+    """Ranks that share tokens keep their own gradients of the norms' weights."""
+    from lightnet_llm.parallel import megatron
+
+    megatron.MegatronLayers.sum_shared_gradients = lambda self, model: None  # type: ignore[method-assign]
+
+
+def drop_shared_reduction() -> None:
+    """Ranks that share tokens keep their own partial sums of them."""
+    from lightnet_llm.parallel import megatron
+
+    megatron.reduce_scatter_to_sequence_parallel_region = megatron.scatter_to_sequence_parallel_region
+
+
+def drop_masks_of_shards() -> None:
+    """Dropout counts a rank's own tokens from 0."""
+    from lightnet_llm.models.layers import PlainLayers
+    from lightnet_llm.training import engine
+
+    original = engine.Clock
+    engine.Clock = lambda *arguments: original(*arguments[:4], PlainLayers.token_shard)  # type: ignore
+
+    from lightnet_llm.models import dropout
+
+    mask = dropout.DropoutKey.mask
+
+    def local(self, place, shape, probability, channel_offset=0):  # type: ignore[no-untyped-def]
+        from dataclasses import replace
+
+        first = replace(self, shard=(0, self.sample_ids.numel() * self.tokens // shape[:-1].numel()))
+        return mask(first, place, shape, probability, channel_offset)
+
+    dropout.DropoutKey.mask = local  # type: ignore[method-assign]
+
+
+def cut_shared_activations() -> None:
+    """DeepSpeed cuts over tensor-parallel ranks what passes between stages, as if all held the same."""
+    from lightnet_llm.training import engine
+
+    original = engine.deepspeed_config
+
+    def forgetting(*arguments):  # type: ignore[no-untyped-def]
+        return {key: value for key, value in original(*arguments).items() if key != "pipeline"}
+
+    engine.deepspeed_config = forgetting
 
 
 def _wrap_torch_save(before) -> None:  # type: ignore[no-untyped-def]

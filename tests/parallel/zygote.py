@@ -2,7 +2,7 @@
 
 Protocol, one JSON object a line. In: {"world", "arguments", "log", "plant", "timeout", "grace", "environment"}. Out:
 {"codes", "seconds"}. ``grace`` is how long ranks may outlive the first that failed before they are killed.
-``plant`` names a function of tests.parallel.faults that every rank calls before it trains.
+``plant`` names functions of tests.parallel.faults, with commas, that every rank calls before it trains.
 """
 
 import json
@@ -30,10 +30,10 @@ def _rank(rank: int, world: int, port: int, request: dict) -> None:
     os.dup2(log, 2)
     code = 1
     try:
-        if request.get("plant"):
+        for name in filter(None, (request.get("plant") or "").split(",")):
             from tests.parallel import faults
 
-            getattr(faults, request["plant"])()
+            getattr(faults, name)()
         from lightnet_llm.training.main import main
 
         code = main(request["arguments"])

@@ -1,0 +1,359 @@
+"""The parity matrix: every layout gives the run of one process (law 3 of a run).
+
+    python -m tests.parallel.matrix [--ranks N] [--only TEXT ...] [--output FILE]
+
+trains each layout for 20 steps beside one process and prints losses' and gradient norms' differences; exit status 1 on a
+miss. Ranks are forks of one process on CPUs, and a process each on GPUs (NCCL), where layouts that need more GPUs than
+there are (or than ``--ranks``) are left out.
+
+The tiny model's norms use eps 1e-2: the norm after the scan divides by |o|, which passes through zero at
+initialisation; with 1e-5 a rounding difference there is amplified tenfold a step, in one process under another
+micro-batch just as between layouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ROOT, Ranks, SpawnedRanks, steps_of, write_tiny
+from tests.parallel.shards import SEEN
+
+FIELDS = ("loss", "grad_norm", "samples", "batch_checksum")  # the checksum is of ids and tokens that were read
+STEPS, FALL, CLIP = 20, 1.0, 0.3
+# Nats, and relative. bf16 rounds to 2^-8 at every operation, and layouts round in other places.
+BOUNDS = {"fp32": (1e-5, 1e-4), "bf16": (2e-3, 2e-2)}
+
+# Variants of the model; the base is causal, with TPE and LRPE, tied embeddings and a vocabulary of 251 ids.
+VARIANTS: dict[str, list[str]] = {
+    "": [],
+    "dropout": ["model.dropout=0.2"],
+    "independent decay": ["model.decay=independent", "optimizer.learning_rate=2e-3"],
+    "layer norm, untied": ["model.norm=layer", "model.tie_embeddings=false"],
+    "rms norm": ["model.norm=rms"],
+    "no TPE": ["model.tpe=false"],
+    "no LRPE": ["model.lrpe=false"],
+    "bidirectional": ["model.causal=false"],
+    "bidirectional, no TPE": ["model.causal=false", "model.tpe=false"],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one variant. ``every`` is recompute_every, ``shared`` tensor sequence parallelism."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    sequence: int = 1
+    data: int = 1
+    zero: int = 1
+    shared: bool = False
+    every: int = 0
+    variant: str = ""
+    precision: str = "fp32"
+    further: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline * self.sequence * self.data
+
+    @property
+    def model(self) -> list[str]:
+        """What one process trains as well."""
+        return [
+            f"optimizer.clip={CLIP}",
+            *VARIANTS[self.variant],
+            *(["train.precision=bf16"] if self.precision == "bf16" else []),
+        ]
+
+    @property
+    def overrides(self) -> list[str]:
+        values: dict[str, Any] = {
+            "tensor": self.tensor,
+            "pipeline": self.pipeline,
+            "sequence": self.sequence,
+            "zero_stage": self.zero,
+            "recompute_every": self.every,
+            "tensor_sequence_parallel": str(self.shared).lower(),
+        }
+        return [*self.model, *(f"parallel.{key}={value}" for key, value in values.items()), *self.further]
+
+    @property
+    def name(self) -> str:
+        axes = {"tp": self.tensor, "pp": self.pipeline, "sp": self.sequence, "dp": self.data}
+        parts = [f"{axis}{size}" for axis, size in axes.items() if size > 1] or ["one"]
+        parts += [f"zero{self.zero}"] if self.zero != 1 else []
+        parts += ["shared"] if self.shared else []
+        parts += [f"recompute{self.every}"] if self.every else []
+        parts += [self.variant.replace(", ", "_").replace(" ", "_")] if self.variant else []
+        parts += ["bf16"] if self.precision == "bf16" else []
+        return "-".join([*parts, *(item.split("=")[-1] for item in self.further)])
+
+
+PREFIX, TIMED = ("parallel.sequence_exchange=prefix",), ("parallel.pipeline_partition=time",)
+UNIFORM, MICRO, ODD = ("parallel.pipeline_partition=uniform",), ("train.micro_batch=4",), ("train.micro_batch=1",)
+
+# In `make test`: one of each axis, and what is easily broken.
+QUICK = [
+    Case(tensor=2, shared=True, variant="dropout"),
+    Case(tensor=2, pipeline=2),
+    Case(pipeline=2, every=2, variant="layer norm, untied"),
+    Case(sequence=3, variant="bidirectional"),
+    Case(data=2, zero=3),
+    Case(tensor=2, pipeline=2, sequence=2, shared=True, every=1, variant="rms norm"),
+]
+CASES = [
+    *QUICK,
+    Case(further=MICRO),
+    Case(every=2),
+    Case(data=2, zero=0),
+    Case(data=2),
+    Case(data=2, zero=2, variant="dropout"),
+    Case(data=4, zero=3, every=1, further=ODD),
+    Case(tensor=2),
+    Case(tensor=4, every=1),
+    Case(tensor=2, variant="dropout"),
+    Case(tensor=2, variant="independent decay"),
+    Case(tensor=2, variant="layer norm, untied"),
+    Case(tensor=2, data=2, zero=0),
+    Case(tensor=2, data=2, zero=2),
+    Case(tensor=2, data=2, zero=3),
+    Case(tensor=2, shared=True),
+    Case(tensor=4, shared=True, variant="layer norm, untied"),
+    Case(tensor=2, shared=True, every=2, variant="independent decay"),
+    Case(tensor=2, data=2, zero=0, shared=True, variant="rms norm"),
+    Case(tensor=2, data=2, zero=2, shared=True, variant="layer norm, untied"),
+    Case(tensor=2, data=2, zero=3, shared=True, every=1, variant="rms norm"),
+    Case(tensor=2, pipeline=2, shared=True, variant="dropout"),
+    Case(tensor=2, sequence=2, shared=True, variant="dropout"),
+    Case(tensor=4, pipeline=2, shared=True),
+    Case(tensor=2, shared=True, variant="bidirectional"),
+    Case(pipeline=2),
+    Case(pipeline=4),
+    Case(pipeline=4, every=1, variant="dropout"),
+    Case(pipeline=2, data=2, variant="independent decay"),
+    Case(pipeline=2, further=UNIFORM),
+    Case(pipeline=4, further=TIMED),
+    Case(pipeline=2, variant="bidirectional"),
+    Case(sequence=2),
+    Case(sequence=4, every=1),
+    Case(sequence=4, further=PREFIX),
+    Case(sequence=3),
+    Case(sequence=2, variant="no TPE"),
+    Case(sequence=2, variant="no LRPE"),
+    Case(sequence=2, variant="independent decay"),
+    Case(sequence=4, variant="bidirectional"),
+    Case(sequence=2, variant="bidirectional, no TPE"),
+    Case(sequence=2, zero=3, variant="dropout"),
+    Case(sequence=2, data=2),
+    Case(sequence=2, pipeline=2, variant="layer norm, untied"),
+    Case(sequence=2, tensor=2, zero=3),
+    Case(sequence=4, pipeline=2, variant="bidirectional", further=PREFIX),
+    Case(tensor=2, pipeline=2, sequence=2),
+    Case(tensor=2, pipeline=2, data=2, shared=True, variant="dropout"),
+    Case(tensor=2, pipeline=4, every=2),
+    Case(data=2, zero=3, precision="bf16"),
+    Case(data=2, zero=2, precision="bf16"),
+    Case(tensor=2, precision="bf16"),
+    Case(tensor=2, shared=True, variant="rms norm", precision="bf16"),
+    Case(pipeline=2, precision="bf16"),
+    Case(sequence=2, precision="bf16"),
+    Case(tensor=2, data=2, zero=3, precision="bf16"),
+    Case(tensor=2, data=2, zero=3, shared=True, precision="bf16"),
+]
+
+# Faults and where they must be seen.
+FAULTS = {
+    "drop_row_reduction": Case(tensor=2),
+    "drop_input_gradient_sum": Case(tensor=2),
+    "double_replicated_norm": Case(tensor=2, variant="layer norm, untied"),
+    "drop_state_merge": Case(sequence=2),
+    "drop_shared_sum": Case(tensor=2, shared=True, variant="rms norm"),
+    "drop_shared_reduction": Case(tensor=2, shared=True),
+    "drop_masks_of_shards": Case(tensor=2, shared=True, variant="dropout"),
+    "cut_shared_activations": Case(tensor=2, pipeline=2, shared=True),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a case gave. ``problem`` is why it misses, or empty."""
+
+    case: Case
+    loss: float
+    norm: float
+    fall: float
+    seconds: float
+    problem: str
+
+
+class Matrix:
+    """Trains cases and compares; one process's runs are trained once per variant and precision."""
+
+    def __init__(self, ranks: SpawnedRanks, config: Path, folder: Path):
+        self.ranks, self.config, self.folder = ranks, config, folder
+        self.known: dict[tuple[str, ...], dict[int, tuple[Any, ...]]] = {}
+        self.count = 0
+
+    def get(self, overrides: list[str]) -> dict[int, tuple[Any, ...]]:
+        """One process's loss, gradient norm and what it read, by step."""
+        key = tuple(overrides)
+        if key not in self.known:
+            rows = self.ranks.train(1, self.config, list(key), self.folder, f"base{len(self.known)}")
+            self.known[key] = steps_of(rows, *FIELDS)
+        return self.known[key]
+
+    def run(self, case: Case, fault: str = "") -> Result:
+        """Train a case, with a fault planted if one is named."""
+        began = time.perf_counter()
+        base = self.get(case.model)
+        self.count += 1
+        name = f"run{self.count}"
+        plant = f"check_shards,{fault}" if fault else "check_shards"
+        run = steps_of(self.ranks.train(case.ranks, self.config, case.overrides, self.folder, name, plant), *FIELDS)
+        logs = [(self.folder / f"{name}.log.rank{rank}").read_text() for rank in range(case.ranks)]
+        loss, norm = differences(run, base)
+        fall = base[1][0] - base[STEPS][0]
+        return Result(case, loss, norm, fall, time.perf_counter() - began, _problem(case, base, logs, loss, norm, fall))
+
+
+def differences(run: dict[int, tuple[Any, ...]], base: dict[int, tuple[Any, ...]]) -> tuple[float, float]:
+    """Largest difference of losses, and relative of gradient norms."""
+    assert list(run) == list(base) == list(range(1, STEPS + 1))
+    assert all(run[step][2:] == base[step][2:] for step in base), "other samples were read"
+    loss = max(abs(run[step][0] - base[step][0]) for step in base)
+    norm = max(abs(run[step][1] / base[step][1] - 1) for step in base)
+    return loss, norm
+
+
+def _problem(case: Case, base: dict[int, Any], logs: list[str], loss: float, norm: float, fall: float) -> str:
+    bound, norm_bound = BOUNDS[case.precision]
+    if not fall > FALL:
+        return "the loss must fall by a nat, or equality means little"
+    if not all(row[1] > CLIP for row in base.values()):
+        return "clipping must be active"
+    silent = [rank for rank, text in enumerate(logs) if SEEN not in text]
+    if silent:
+        return f"ranks {silent} did not assert their shards"
+    if not (loss < bound and norm < norm_bound):
+        return f"loss {loss:.1e} (bound {bound:.0e}), gradient norm {norm:.1e} (bound {norm_bound:.0e})"
+    return ""
+
+
+# The table ---------------------------------------------------------------------------------------------------------
+HEADER = (
+    "| layout | ranks | TP | PP | SP | DP | ZeRO | shared | recompute | variant | dtype | loss | grad norm | falls | |",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+)
+
+
+def line(result: Result) -> str:
+    """One row of the table."""
+    case = result.case
+    axes = " | ".join(
+        str(size) for size in (case.ranks, case.tensor, case.pipeline, case.sequence, case.data, case.zero)
+    )
+    variant = ", ".join(filter(None, (case.variant, *case.further)))
+    options = f"{'yes' if case.shared else ''} | {case.every or ''} | {variant} | {case.precision}"
+    figures = f"{result.loss:.1e} | {result.norm:.1e} | {result.fall:.2f} | {result.problem or 'ok'}"
+    return f"| {case.name} | {axes} | {options} | {figures} |"
+
+
+def page(rows: list[str], faults: list[str], where: str, seconds: float, command: str) -> str:
+    """The generated page."""
+    import deepspeed
+    import megatron.core
+    import torch
+
+    versions = (
+        f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, megatron-core {megatron.core.__version__}"
+    )
+    text = [
+        "# Parity of layouts",
+        "",
+        f"Made by `{command}`; do not edit. {datetime.date.today()}, {where}, Python {platform.python_version()}, "
+        f"{versions}; {seconds / 60:.0f} minutes.",
+        "",
+        f"Each row trains the tiny model of the tests (4 blocks, width 64, 4 heads, vocabulary 251, GLU width 90, packed "
+        f"documents) for {STEPS} steps under a layout and in one process. `loss` is the largest difference of a step's "
+        "loss in nats, `grad norm` the largest relative one of its gradient norm, `falls` by how many nats the loss falls "
+        f"in one process; clipping acts at every step. Bounds: fp32 {BOUNDS['fp32'][0]:.0e} nats and "
+        f"{BOUNDS['fp32'][1]:.0e}, bf16 {BOUNDS['bf16'][0]:.0e} nats and {BOUNDS['bf16'][1]:.0e} (against one process in "
+        "bf16). All ranks read the same samples as one process does, and assert the shapes of their parameters, "
+        "optimiser states and activations, and the sizes of their groups. `shared` is "
+        "`parallel.tensor_sequence_parallel`, `recompute` is `parallel.recompute_every`.",
+        "",
+        *HEADER,
+        *rows,
+        "",
+    ]
+    if faults:
+        text += [
+            "Faults planted, which must be seen:",
+            "",
+            "| fault | layout | loss | grad norm | |",
+            "|---|---|---|---|---|",
+        ]
+        text += [*faults, ""]
+    return "\n".join(text)
+
+
+def fault_line(fault: str, result: Result) -> str:
+    """One row of the table of faults."""
+    seen = "seen" if result.problem else "NOT SEEN"
+    return f"| {fault} | {result.case.name} | {result.loss:.1e} | {result.norm:.1e} | {seen} |"
+
+
+def main() -> int:
+    """Run, print, write; returns the exit status."""
+    import torch
+
+    parser = argparse.ArgumentParser(description="Every layout against one process.")
+    parser.add_argument("--ranks", type=int, help="leave out layouts of more ranks")
+    parser.add_argument("--only", nargs="*", default=[], metavar="TEXT", help="layouts whose name has one of these")
+    parser.add_argument("--output", type=Path, help="write the page here")
+    given = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    most = given.ranks or (torch.cuda.device_count() if gpu else 8)
+
+    def wanted(case: Case) -> bool:
+        return case.ranks <= most and (not given.only or any(text in case.name for text in given.only))
+
+    where = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, NCCL" if gpu else "CPU, gloo"
+    ranks, began = SpawnedRanks() if gpu else Ranks(), time.perf_counter()
+    rows, faults, misses = [], [], 0
+    print("\n".join(HEADER), flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        matrix = Matrix(ranks, write_tiny(folder), folder)
+        for case in filter(wanted, CASES):
+            try:
+                rows.append(line(matrix.run(case)))
+            except AssertionError as error:
+                rows.append(f"| {case.name} | {case.ranks} | | | | | | | | | | | | | did not train |")
+                print(error, file=sys.stderr, flush=True)
+            misses += not rows[-1].endswith("| ok |")
+            print(rows[-1], flush=True)
+        for fault, case in FAULTS.items():
+            if wanted(case):
+                faults.append(fault_line(fault, matrix.run(case, fault)))
+                misses += not faults[-1].endswith("| seen |")
+                print(faults[-1], flush=True)
+    ranks.close()
+    seconds = time.perf_counter() - began
+    print(f"{len(rows)} layouts and {len(faults)} faults, {misses} missed, {seconds:.0f} s", flush=True)
+    if given.output:
+        command = "make parity" if not given.ranks and not given.only and not gpu else "python -m tests.parallel.matrix"
+        (ROOT / given.output).write_text(page(rows, faults, where, seconds, command))
+    return int(misses > 0 or not rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
