@@ -90,7 +90,8 @@ def rank_main(request: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     from lightnet_llm.config.load import load_config
-    from lightnet_llm.parallel.layout import Groups, layout_for, prepare_backend
+    from lightnet_llm.parallel.layout import Groups, prepare_backend
+    from lightnet_llm.parallel.legality import legal_layout
     from lightnet_llm.training.engine import build_engine
 
     tokens, ranks = request["tokens"], int(os.environ["WORLD_SIZE"])
@@ -105,7 +106,7 @@ def rank_main(request: dict[str, Any]) -> None:
     )  # fmt: skip
     device = prepare_backend()
     cuda = device.type == "cuda"
-    engine = build_engine(config, Groups(layout_for(config.parallel, ranks)), device)
+    engine = build_engine(config, Groups(legal_layout(config, ranks)), device)
     data = text(tokens * request["steps"] + 1)
 
     def batches() -> Iterator[dict[str, Any]]:

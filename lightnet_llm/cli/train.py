@@ -37,10 +37,11 @@ def resolve(config: RunConfig, world: int) -> dict[str, Any]:
     import torch
 
     from ..models import CausalLM, count_parameters
-    from ..parallel.layout import layout_for
+    from ..parallel.holdings import rank_table
+    from ..parallel.legality import legal_layout
     from ..training.schedule import budget_of
 
-    layout = layout_for(config.parallel, world)
+    layout = legal_layout(config, world)
     budget = budget_of(config, layout.data)
     deepspeed_config(config, layout.data, layout.sequence)
     with torch.device("meta"):
@@ -49,7 +50,7 @@ def resolve(config: RunConfig, world: int) -> dict[str, Any]:
         "name": config.train.name,
         "parameters": parameters,
         "layout": layout.as_dict(),
-        "ranks": [layout.coordinates(rank) for rank in range(world)],
+        "ranks": rank_table(config, layout),
         "zero_stage": effective_zero_stage(config),
         "precision": config.train.precision,
         "steps": budget.steps,
@@ -129,8 +130,11 @@ def train(
         )
     if dry_run:
         if not as_json:
-            for rank, place in enumerate(resolved["ranks"]):
-                click.echo(f"rank {rank}: " + ", ".join(f"{axis} {index}" for axis, index in place.items()))
+            from ..parallel.holdings import lines
+
+            click.echo("\n".join(lines(resolved["ranks"])))
+            if loaded.parallel.pipeline_partition == "time" and loaded.parallel.pipeline > 1:
+                click.echo("stages are chosen by measured time when the run starts; shown as if by parameters")
             for problem in resolved["problems"]:
                 click.echo(f"would not start: {problem}")
         return

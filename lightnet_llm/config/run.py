@@ -98,7 +98,10 @@ class TrainConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How ranks share the model. Data-parallel size follows from the number of ranks."""
+    """How ranks share the model. Data-parallel size follows from the number of ranks.
+
+    Which sizes go together depends on that number, too: see :mod:`lightnet_llm.parallel.legality`.
+    """
 
     tensor: int = Field(default=1, gt=0, description="Tensor-parallel size (TP).")
     pipeline: int = Field(default=1, gt=0, description="Pipeline-parallel size (PP).")
@@ -124,8 +127,10 @@ class ParallelConfig(Section):
     recompute_every: int = Field(
         default=0, ge=0, description="Activation checkpointing of every n-th block: 1 all, 2 every other, 0 none."
     )
-    pipeline_partition: Literal["parameters", "uniform"] = Field(
-        default="parameters", description="How blocks are split over pipeline stages."
+    pipeline_partition: Literal["parameters", "time", "uniform"] = Field(
+        default="parameters",
+        description="What pipeline stages have alike, as far as whole blocks allow: parameters, time (measured at the start; "
+        "a resumed run keeps its stages), or blocks.",
     )
 
 
@@ -216,34 +221,3 @@ class RunConfig(Section):
     deepspeed: dict[str, Any] = Field(
         default_factory=dict, description="Passed through to DeepSpeed for what is not modelled here."
     )
-
-    @model_validator(mode="after")
-    def _cross_checks(self) -> "RunConfig":
-        tensor, heads = self.parallel.tensor, self.model.heads
-        if heads % tensor:
-            legal = [t for t in range(1, heads + 1) if heads % t == 0]
-            near = min(legal, key=lambda t: abs(t - tensor))
-            raise ValueError(
-                f"parallel.tensor {tensor} must divide model.heads {heads}; the nearest size that does is {near}"
-            )
-        if self.parallel.pipeline > self.model.layers:
-            raise ValueError(
-                f"parallel.pipeline {self.parallel.pipeline} is more than model.layers {self.model.layers}; "
-                f"use at most {self.model.layers}"
-            )
-        if self.parallel.pipeline > 1 and self.parallel.zero_stage != 1:
-            raise ValueError(
-                f"parallel.zero_stage {self.parallel.zero_stage} cannot be combined with parallel.pipeline "
-                f"{self.parallel.pipeline}; the pipeline engine takes zero_stage: 1"
-            )
-        if self.parallel.sequence > self.data.sequence_length:
-            raise ValueError(
-                f"parallel.sequence {self.parallel.sequence} is more than data.sequence_length "
-                f"{self.data.sequence_length}; use at most one rank a token"
-            )
-        if self.parallel.sequence > 1 and self.model.axes > 1:
-            raise ValueError(
-                f"parallel.sequence {self.parallel.sequence} shares one axis of tokens, model.axes is {self.model.axes}; "
-                "use parallel.sequence: 1"
-            )
-        return self

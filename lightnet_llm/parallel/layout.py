@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config.run import ParallelConfig
 from ..errors import UserError
 from .sequence import SequencePlace
 
@@ -41,24 +40,6 @@ class Layout:
         for axis in ("tensor", "sequence", "data", "pipeline"):
             rank, place[axis] = divmod(rank, getattr(self, axis))
         return place
-
-
-def layout_for(parallel: ParallelConfig, world: int) -> Layout:
-    """The layout that ``parallel`` gives on ``world`` ranks.
-
-    Raises:
-        UserError: TP x PP x SP does not divide the number of ranks; names the nearest numbers that work.
-    """
-    model = parallel.tensor * parallel.pipeline * parallel.sequence
-    if world % model:
-        below, above = world // model * model, (world // model + 1) * model
-        near = f"{below} or {above}" if below else f"{above}"
-        raise UserError(
-            f"parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} x sequence {parallel.sequence} = {model} "
-            f"does not divide {world} ranks; use {near} ranks, or smaller sizes",
-            shared=True,
-        )
-    return Layout(parallel.tensor, parallel.pipeline, parallel.sequence, world // model)
 
 
 class Groups:

@@ -6,6 +6,7 @@ that shapes never change; each stage cuts the padding off again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,9 +152,12 @@ class PipelinedCausalLM(PipelineModule):
 
     DeepSpeed names parameters by stage number; here they are registered again under the plain model's names, so that
     checkpoints do not care which engine wrote them.
+
+    Args:
+        bounds: of the stages, see :mod:`.stages`.
     """
 
-    def __init__(self, config: ModelConfig, layers: PlainLayers, groups: Groups, clock: Clock, partition: str):
+    def __init__(self, config: ModelConfig, layers: PlainLayers, groups: Groups, clock: Clock, bounds: Sequence[int]):
         common = (config, layers, clock)
         specs: list[Any] = [
             TiedLayerSpec("embedding", EmbeddingStage, *common, tied_weight_attr="embedding.weight")
@@ -168,11 +172,15 @@ class PipelinedCausalLM(PipelineModule):
             if config.tie_embeddings
             else LayerSpec(HeadStage, *common),
         ]
-        super().__init__(
-            specs, topology=groups.topology, loss_fn=self._loss, partition_method=partition, base_seed=clock.seed
-        )
+        object.__setattr__(self, "_bounds", list(bounds))  # no module's attribute yet
+        super().__init__(specs, topology=groups.topology, loss_fn=self._loss, base_seed=clock.seed)
         self.config, self.layers_set, self.clock = config, layers, clock
         self._register_plain_names()
+
+    def _partition_layers(self, method: str = "") -> None:
+        """DeepSpeed's hook: the bounds are known."""
+        self.parts = self._bounds
+        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
     def _register_plain_names(self) -> None:
         stages = [m for m in self.children() if isinstance(m, _Stage)] + list(self.tied_modules.values())

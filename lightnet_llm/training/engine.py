@@ -32,6 +32,7 @@ from ..parallel.layout import Groups
 from ..parallel.megatron import MegatronLayers
 from ..parallel.pipeline import Clock, PipelinedCausalLM, pad_segments
 from ..parallel.sequence import SequencePlace
+from ..parallel.stage_times import choose_stages
 from .bad_steps import Guard, Judge
 from .norms import group_norms
 from .optimizer import build_optimizer
@@ -73,6 +74,7 @@ class Engine:
         groups: ranks and process groups.
         device: this rank's device.
         weights: checkpoint folder whose weights replace the drawn initial values.
+        stages: bounds of the pipeline's stages, None to choose them; afterwards an attribute (empty without a pipeline).
 
     Attributes:
         measure_groups: whether the next step measures gradient and weight norms by kind of parameter.
@@ -85,8 +87,16 @@ class Engine:
         progress: told what this rank is doing.
     """
 
-    def __init__(self, config: RunConfig, groups: Groups, device: torch.device, weights: Path | None = None):
+    def __init__(
+        self,
+        config: RunConfig,
+        groups: Groups,
+        device: torch.device,
+        weights: Path | None = None,
+        stages: list[int] | None = None,
+    ):
         self.config, self.groups, self.device = config, groups, device
+        self.stages = stages or []
         self.measure_groups = False
         self.group_norms: dict[str, dict[str, float]] | None = None
         self.last_batch: Batch | None = None
@@ -308,9 +318,9 @@ class PipelineEngine(Engine):
     """The same over pipeline stages."""
 
     def _build_model(self) -> nn.Module:
-        return PipelinedCausalLM(
-            self.config.model, self.layers, self.groups, self.clock, self.config.parallel.pipeline_partition
-        )
+        if not self.stages:
+            self.stages = choose_stages(self.config, self.layers, self.clock, self.device)
+        return PipelinedCausalLM(self.config.model, self.layers, self.groups, self.clock, self.stages)
 
     def _mpu(self) -> Any:
         return None  # a PipelineModule carries its own topology
@@ -355,6 +365,12 @@ class PipelineEngine(Engine):
         return value
 
 
-def build_engine(config: RunConfig, groups: Groups, device: torch.device, weights: Path | None = None) -> Engine:
-    """The engine that ``config.parallel`` asks for."""
-    return (PipelineEngine if groups.layout.pipeline > 1 else Engine)(config, groups, device, weights)
+def build_engine(
+    config: RunConfig,
+    groups: Groups,
+    device: torch.device,
+    weights: Path | None = None,
+    stages: list[int] | None = None,
+) -> Engine:
+    """The engine that ``config.parallel`` asks for; arguments as of :class:`Engine`."""
+    return (PipelineEngine if groups.layout.pipeline > 1 else Engine)(config, groups, device, weights, stages)

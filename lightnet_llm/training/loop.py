@@ -14,7 +14,8 @@ from ..config.run import RunConfig
 from ..errors import UserError
 from ..models.parameters import spec_of
 from ..parallel.agreement import Agreement
-from ..parallel.layout import Groups, layout_for, prepare_backend
+from ..parallel.layout import Groups, prepare_backend
+from ..parallel.legality import legal_layout
 from . import data, out_of_memory, watchdog
 from .bad_steps import pick_suspects
 from .engine import Engine, build_engine
@@ -43,7 +44,7 @@ class Trainer:
         self.config, self.folder, self.groups, self.ranks, self.device = config, folder, groups, ranks, device
         self.start, self.state = start, start.state
         self.budget = budget_of(config, groups.layout.data)
-        self.engine: Engine = build_engine(config, groups, device, start.weights)
+        self.engine: Engine = build_engine(config, groups, device, start.weights, start.stages)
         self.engine.progress = self.progress = progress
         self.interrupted = False
         self.metrics: MetricsWriter | None = None
@@ -209,7 +210,7 @@ def run(config: RunConfig, launched: bool = False) -> int:
         UserError: with one line for the user; ``shared`` on it when every rank raises the same.
     """
     device = prepare_backend()
-    layout = layout_for(config.parallel, dist.get_world_size())
+    layout = legal_layout(config, dist.get_world_size())
     groups = Groups(layout)
     ranks = Agreement(groups.control_group)
     folder = RunFolder(config)

@@ -180,6 +180,7 @@ class Saver:
             "layout": self.groups.layout.as_dict(),
             "zero_stage": self.engine.zero_stage,
             "pipeline_partition": self.config.parallel.pipeline_partition,
+            "stages": self.engine.stages,
             "data": self.identity,
         }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..config.run import RunConfig, ScheduleConfig
 from ..errors import UserError
+from ..parallel.legality import batch_problem
 
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, total: int) -> float:
@@ -76,19 +77,9 @@ def budget_of(config: RunConfig, data_parallel: int) -> Budget:
     """
     train = config.train
     stairs = tuple((point.until_step, point.batch) for point in train.batch_ramp)
-    unit = train.micro_batch * data_parallel
-    named = [("train.global_batch", train.global_batch)]
-    named += [(f"train.batch_ramp[{i}].batch", batch) for i, (_, batch) in enumerate(stairs)]
-    for name, batch in named:
-        if batch % unit:
-            near = max(unit, round(batch / unit) * unit)
-            each = batch // data_parallel if batch % data_parallel == 0 else 0
-            micro = max((m for m in range(1, min(train.micro_batch, each) + 1) if each % m == 0), default=0)
-            keeping = f"; train.micro_batch={micro} keeps the batch" if micro else ""
-            raise UserError(
-                f"{name} {batch} is not a multiple of train.micro_batch {train.micro_batch} x data-parallel size "
-                f"{data_parallel} = {unit}; the nearest that is: {near}{keeping}"
-            )
+    problem = batch_problem(train, data_parallel)
+    if problem is not None:
+        raise UserError(problem)
     budget = Budget(stairs, train.global_batch, train.steps or 0, config.data.sequence_length)
     if train.tokens is None:
         return budget

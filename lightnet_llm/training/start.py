@@ -31,6 +31,7 @@ class Start:
         finished: step at which the run had already reached its budget; nothing is left to do.
         checkpoint: folder to resume from.
         manifest: its manifest.
+        stages: bounds of its pipeline stages, which a run keeps on the layout that wrote it.
         moves: whether another layout wrote it, so that it is read in its universal form.
         state: where it stands.
         weights: folder whose weights (only) start the run.
@@ -43,6 +44,7 @@ class Start:
     weights: Path | None
     identity: dict[str, Any]
     manifest: dict[str, Any] = field(default_factory=dict)
+    stages: list[int] | None = None
     moves: bool = False
 
 
@@ -81,7 +83,9 @@ def prepare(config: RunConfig, folder: RunFolder, layout: Layout, launched: bool
         return Start(None, None, state, weights, identity)
     native = {**layout.as_dict(), **_native(config)}
     written = {**found[1]["layout"], **{key: found[1].get(key, now) for key, now in _native(config).items()}}
-    return Start(None, found[0], state, weights, identity, found[1], moves=written != native)
+    moves = written != native
+    stages = None if moves else found[1].get("stages")
+    return Start(None, found[0], state, weights, identity, found[1], stages, moves)
 
 
 def _native(config: RunConfig) -> dict[str, Any]:

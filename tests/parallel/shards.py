@@ -54,6 +54,7 @@ def _parameters(engine: Any) -> dict[str, int]:
     """Names, and numbers of elements of this rank's part."""
     from lightnet_llm.models import CausalLM
     from lightnet_llm.models.parameters import spec_of
+    from lightnet_llm.parallel.holdings import stage_holdings
 
     config, tensor = engine.config, engine.config.parallel.tensor
     with torch.device("meta"):
@@ -76,6 +77,8 @@ def _parameters(engine: Any) -> dict[str, int]:
     held = [name for found in stages.values() for name in found]
     assert set(held) == set(whole)
     twice = {name for name in held if held.count(name) > 1}
+    holding = stage_holdings(config, engine.groups.layout, engine.stages or None)[engine.groups.place["pipeline"]]
+    assert holding.parameters == sum(sizes.values()), f"the dry run says {holding.parameters}"
     tied = config.model.tie_embeddings and engine.config.parallel.pipeline > 1
     assert twice == ({"embedding.weight"} if tied else set()), twice
     return sizes

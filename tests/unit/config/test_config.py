@@ -50,9 +50,13 @@ MISTAKES = [
     (["model.layers=0"], "'model.layers' is 0"),
     (["model.heads=3"], "heads 3 must divide width 32; the nearest that does is 2"),
     (["model.width=512", "model.heads=2"], "above 128; use heads: 4"),
-    (["parallel.tensor=4"], "parallel.tensor 4 must divide model.heads 2; the nearest size that does is 2"),
-    (["parallel.pipeline=3"], "parallel.pipeline 3 is more than model.layers 2"),
-    (["parallel.pipeline=2", "parallel.zero_stage=2"], "the pipeline engine takes zero_stage: 1"),
+    (["parallel.tensor=4"], "parallel.tensor 4 must divide model.heads 2; legal on 4 ranks: parallel.tensor=2, or "),
+    (
+        ["parallel.pipeline=3"],
+        "pipeline 3 x sequence 1 = 3 does not divide 4 ranks; legal on 4 ranks: parallel.pipeline=2",
+    ),
+    (["parallel.pipeline=4"], "parallel.pipeline 4 is more than model.layers 2; legal on 4 ranks: parallel.pipeline=2"),
+    (["parallel.pipeline=2", "parallel.zero_stage=2"], "takes zero_stage: 1; legal on 4 ranks: parallel.zero_stage=1"),
     (["parallel.zero_stage=4"], "parallel.zero_stage"),
     (["train.tokens=100", "train.steps=3"], "keep one"),
     (["train.steps=null"], "no budget"),
@@ -126,7 +130,9 @@ def test_batch_that_does_not_divide(small: Path) -> None:
 def test_dry_run_says_which_rank_holds_what(small: Path) -> None:
     result = CliRunner().invoke(main, ["train", str(small), "--dry-run", "--gpus", "4", "parallel.tensor=2"])
     assert result.exit_code == 0, result.output
-    assert "rank 3: tensor 1, sequence 0, data 1, pipeline 0" in result.output
+    rows = [line.split() for line in result.output.splitlines()]
+    assert ["rank", "stage", "tensor", "sequence", "data"] in [row[:5] for row in rows]
+    assert next(row for row in rows if row[0] == "3")[:5] == ["3", "0", "1", "0", "1"]
     assert result.output.count("would not start: data.path is not set") == 1
 
 
