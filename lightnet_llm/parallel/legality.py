@@ -116,6 +116,18 @@ def nearest(config: RunConfig, world: int) -> list[Choice]:
     return sorted(legal, key=lambda choice: _distance(own, choice))
 
 
+def shown(config: RunConfig, world: int) -> list[Choice]:
+    """The nearest few, without those that only change something more than one that is shown."""
+    own = choice_of(config)
+    found: list[Choice] = []
+    for choice in nearest(config, world):
+        if not any(all(getattr(choice, f) == getattr(other, f) for f in changed(own, other)) for other in found):
+            found.append(choice)
+            if len(found) == SHOWN:
+                break
+    return found
+
+
 def _overrides(own: Choice, other: Choice) -> str:
     return " ".join(f"parallel.{name}={str(getattr(other, name)).lower()}" for name in changed(own, other))
 
@@ -130,7 +142,7 @@ def legal_layout(config: RunConfig, world: int) -> Layout:
     wrong = problem(config, own, world)
     if wrong is None:
         return Layout(own.tensor, own.pipeline, own.sequence, world // own.model)
-    near = [_overrides(own, choice) for choice in nearest(config, world)[:SHOWN]]
+    near = [_overrides(own, choice) for choice in shown(config, world)]
     way = (
         f"legal on {world} ranks: {', or '.join(near)}" if near else f"no layout of this run is legal on {world} ranks"
     )

@@ -34,7 +34,7 @@ from ..parallel.pipeline import Clock, PipelinedCausalLM, pad_segments
 from ..parallel.sequence import SequencePlace
 from ..parallel.stage_times import choose_stages
 from .bad_steps import Guard, Judge
-from .norms import group_norms
+from .norms import group_norms, reduce_norm_once
 from .optimizer import build_optimizer
 from .progress import Progress
 
@@ -127,6 +127,8 @@ class Engine:
             )
         if self.zero_stage == 0:
             self.engine.clip_fp32_gradients = self._clip_and_keep_norm
+        if groups.layout.pipeline > 1:
+            reduce_norm_once(self.engine.optimizer)
         self.judge = Judge(config.bad_steps)
         self.guard = Guard(self.engine, self.judge, self._loss_share)
         self._step_alone = self.engine._take_model_step

@@ -1,13 +1,14 @@
-"""Gradient and weight norms by kind of parameter, over the whole model in any layout."""
+"""Norms over the whole model in any layout: that of the gradient, and of gradients and weights by kind of parameter."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from torch import nn
+from torch import Tensor, nn
 
 from ..models.parameters import spec_of
 from ..parallel.layout import Groups
@@ -45,3 +46,38 @@ def group_norms(model: nn.Module, groups: Groups) -> dict[str, dict[str, float]]
             for kind, square in kinds.items():
                 total[what][kind] = total[what].get(kind, 0.0) + square
     return {what: {kind: math.sqrt(square) for kind, square in kinds.items()} for what, kinds in total.items()}
+
+
+def reduce_norm_once(optimizer: Any) -> None:
+    """Let pipeline stages hold different groups of parameters: the gradient norm is reduced over them once a step.
+
+    DeepSpeed (0.19.8) reduces it once for each group of the optimiser: where one stage has more groups than another, such
+    as TPE's beside those of the blocks, ranks would wait for reductions that others never make. In bf16 it fails on a
+    stage that holds nothing but the copy of a tied weight, which does not count.
+    """
+    if hasattr(optimizer, "scaled_global_norm"):  # ZeRO 1
+        of_this_rank = optimizer.scaled_global_norm
+
+        def scaled_global_norm(*args: Any, **kwargs: Any) -> Tensor:
+            optimizer._model_parallel_all_reduce = lambda tensor, op: None
+            try:
+                norm = of_this_rank(*args, **kwargs)
+            finally:
+                del optimizer._model_parallel_all_reduce
+            square = torch.where(norm < 0, float("inf"), norm.double()).square()  # -1 stands for what is not finite
+            optimizer._model_parallel_all_reduce(square, dist.ReduceOp.SUM)
+            total = square.sqrt().to(norm.dtype)
+            return torch.where(torch.isfinite(total), total, -1.0)
+
+        optimizer.scaled_global_norm = scaled_global_norm
+    elif hasattr(optimizer, "get_grads_for_norm"):  # its form for bf16 with fp32 accumulation
+        found = optimizer.get_grads_for_norm
+
+        def get_grads_for_norm(for_clipping: bool = False) -> Any:
+            if for_clipping:
+                return found(for_clipping)
+            grads, experts = found()
+            none = torch.zeros(1, device=optimizer.fp32_groups_flat_partition[0].device)
+            return grads or [none], experts
+
+        optimizer.get_grads_for_norm = get_grads_for_norm

@@ -95,6 +95,43 @@ def cut_shared_activations() -> None:
     engine.deepspeed_config = forgetting
 
 
+def slow_embedding() -> None:
+    """Measured times in which the embedding takes as long as all the rest."""
+    from lightnet_llm.parallel import stage_times
+
+    original = stage_times.measure
+
+    def measure(*arguments):  # type: ignore[no-untyped-def]
+        first, *others = original(*arguments)
+        assert first > 0 and min(others) > 0
+        return [sum(others), *others]
+
+    stage_times.measure = measure
+
+
+def slow_ends() -> None:
+    """Measured times in which embedding and head take as long as all the rest, each."""
+    from lightnet_llm.parallel import stage_times
+
+    original = stage_times.measure
+
+    def measure(*arguments):  # type: ignore[no-untyped-def]
+        between = original(*arguments)[1:-1]
+        return [sum(between), *between, sum(between)]
+
+    stage_times.measure = measure
+
+
+def no_measure() -> None:
+    """A run that measures its stages fails."""
+    from lightnet_llm.parallel import stage_times
+
+    def measure(*arguments):  # type: ignore[no-untyped-def]
+        raise AssertionError("measured")
+
+    stage_times.measure = measure
+
+
 def _wrap_torch_save(before) -> None:  # type: ignore[no-untyped-def]
     import torch
 

@@ -139,6 +139,7 @@ CASES = [
     Case(pipeline=4),
     Case(pipeline=4, every=1, variant="dropout"),
     Case(pipeline=2, data=2, variant="independent decay"),
+    Case(pipeline=2, variant="no LRPE"),
     Case(pipeline=2, further=UNIFORM),
     Case(pipeline=4, further=TIMED),
     Case(pipeline=2, variant="bidirectional"),

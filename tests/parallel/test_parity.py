@@ -34,8 +34,19 @@ def test_planted_fault_is_seen(fault: str, baselines: Matrix) -> None:
 
 def test_validation_ramp_and_group_norms_agree(ranks: Ranks, tiny: Path, tmp_path: Path, baselines: Baselines) -> None:
     """Held-out loss weighs every sample alike, ramps count alike, and kinds of parameters add up to the norm."""
-    overrides = ["train.batch_ramp=[{until_step: 4, batch: 4}]", "train.steps=10", "logging.groups_interval=5"]
-    layouts = {"one": (1, []), "dp2": (2, []), "tp2": (2, ["parallel.tensor=2"]), "pp2": (2, ["parallel.pipeline=2"])}
+    overrides = [
+        "model.norm=rms",
+        "train.batch_ramp=[{until_step: 4, batch: 4}]",
+        "train.steps=10",
+        "logging.groups_interval=5",
+    ]
+    layouts: dict[str, tuple[int, list[str]]] = {
+        "one": (1, []),
+        "dp2": (2, []),
+        "tp2": (2, ["parallel.tensor=2"]),
+        "pp2": (2, ["parallel.pipeline=2"]),
+        "shared": (4, ["parallel.tensor=2", "parallel.pipeline=2", "parallel.tensor_sequence_parallel=true"]),
+    }
     found = {}
     for name, (world, extra) in layouts.items():
         rows = ranks.train(world, tiny, overrides + extra, tmp_path, name)

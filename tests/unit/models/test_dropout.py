@@ -67,3 +67,11 @@ def test_frozen_values() -> None:
 
 
 FROZEN = ["0011101100111000", "0001011000100001"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shares_of_the_tokens_have_their_part_of_the_mask(ranks: int) -> None:
+    whole = key(offset=96).mask(3, SHAPE, 0.5)
+    part = torch.Size((1, SHAPE[1] // ranks, SHAPE[2]))
+    parts = [key(offset=96, shard=(rank, ranks)).mask(3, part, 0.5) for rank in range(ranks)]
+    assert torch.equal(torch.cat(parts, 1), whole)
