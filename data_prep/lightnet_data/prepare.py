@@ -1,45 +1,27 @@
 """The work of ``lightnet prep``: raw text to token shards with a manifest."""
 
 import contextlib
+import hashlib
+import json
+import pickle
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from lightnet_data import manifest, scanning, sources
-from lightnet_data.encoding import Encoded, Item, encode_all
+from lightnet_data import executors, manifest, merging, parts, pipeline, reading, sources
 from lightnet_data.errors import DataError
-from lightnet_data.output import OutputFolder, ShardWriter, check_free
-from lightnet_data.reading import Document
+from lightnet_data.executors import Execution
+from lightnet_data.options import Options
+from lightnet_data.output import OutputFolder, check_free, token_dtype
 from lightnet_data.tokenizer import FILE_NAMES, Tokenizer
 from lightnet_data.training import SAMPLE_BYTES, Sample, VocabularyTooLarge, fit
 
-SPLITS = ("train", "validation")
-DEFAULT_HOLDOUT = 0.05
 # Without --vocab-size: a power of two between these, one id for so many bytes of text.
 SMALLEST_VOCABULARY, LARGEST_VOCABULARY, BYTES_PER_ID = 512, 32768, 2048
-# Round trips looked at: the first documents, and then one in so many, chosen by hash.
-CHECKED_FIRST, CHECKED_ONE_IN = 64, 32
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a preparation depends on besides its sources and the tokenizer file.
-
-    ``field``: JSON field of the text. ``vocab_size``: ids of a tokenizer to train, None for a size that suits the
-    corpus. ``eod_token``: spelling of a given tokenizer's end-of-document token. ``holdout``: share of documents held
-    out. ``seed``: seed of the held-out choice and of the tokenizer's training sample. ``skip_bad``: count what is bad
-    instead of stopping at it.
-    """
-
-    field: str = "text"
-    vocab_size: int | None = None
-    eod_token: str | None = None
-    holdout: float = DEFAULT_HOLDOUT
-    seed: int = 0
-    skip_bad: bool = False
 
 
 class Reporter:
@@ -62,6 +44,7 @@ def prepare(
     workers: int = 1,
     overwrite: bool = False,
     reporter: Reporter | None = None,
+    execution: Execution | None = None,
 ) -> dict[str, Any]:
     """Prepare a corpus; the manifest of the finished folder.
 
@@ -78,62 +61,247 @@ def prepare(
         workers: processes that encode.
         overwrite: replace a finished data set in ``output`` by this one.
         reporter: gets notes and progress.
+        execution: where the parts are worked on; left out, ``workers`` processes here.
 
     Raises:
         DataError: bad input, bad options, or ``output`` is taken. If it holds the result of the same work it is left
             as it is and its manifest returned, with ``"reused": true``.
     """
     options, reporter, output = options or Options(), reporter or Reporter(), Path(output)
+    execution = execution or Execution(workers=workers)
     names = [str(name) for name in inputs]
-    _check_options(names, tokenizer_path, options, workers)
+    _check_options(names, tokenizer_path, options, execution)
     tokenizer = None if tokenizer_path is None else Tokenizer.load(tokenizer_path, options.eod_token)
-    request = {**asdict(options), "tokenizer": tokenizer.fingerprint if tokenizer else None}
+    request = {
+        **asdict(options),
+        "fields": list(options.fields),
+        "tokenizer": tokenizer.fingerprint if tokenizer else None,
+    }
     free = check_free(output, overwrite)
-    found = sources.find(names)
-    total = sum(_size(source) for source in found.files)
+    found = sources.find(names, options.read_as)
+    plan = parts.cut(found, names, request)
+    total = sum(size for size, _ in plan.stamps.values())
     if not free:
-        return _reuse(output, request, found, total, reporter)
-    target = OutputFolder(output, reporter.note)
+        return _reuse(output, request, plan, total, reporter)
+    target = OutputFolder(output, reporter.note, resume=True)
     with target as folder:
-        problems = scanning.Problems(options.skip_bad)
-        sample = Sample(options.seed, SAMPLE_BYTES) if tokenizer is None else None
-        with reporter.progress("reading", total) as progress:
-            scan = scanning.scan(found, names, options.field, options.seed, problems, sample, progress)
-        threshold = scan.threshold(options.holdout)
-        if sample is not None:
-            # Held-out text stays out of the tokenizer's training as well.
-            kept = sample.sentences(lambda key: key >= threshold)
-            tokenizer = Tokenizer(_train(kept, options.vocab_size, scan.text_bytes, reporter))
-        assert tokenizer is not None
-        with reporter.progress("tokenizing", total) as progress:
-            items = _items(scanning.reread(found, scan, options.field, progress), threshold)
-            splits, round_trip = _write(folder, encode_all(items, tokenizer, workers), tokenizer)
-        tokenizer.save(folder)
-        result = {
-            "format": manifest.FORMAT,
-            "format_version": manifest.FORMAT_VERSION,
-            "documents": scan.documents,
-            "bytes": scan.text_bytes,
-            "tokens": sum(split["tokens"] for split in splits.values()),
-            "splits": splits,
-            "tokenizer": _describe(tokenizer, trained=sample is not None),
-            "round_trip": round_trip,
-            "space_symbols": {"count": scan.space_symbols, "documents": scan.space_symbol_documents},
-            "skipped": problems.kinds,
-            "ignored_files": dict(sorted(found.ignored.items())),
-            "request": request,
-            "sources": scan.files,
-        }
-        manifest.save(folder, result)
+        for name in ("parts", "sample", "tokenizer"):
+            (folder / name).mkdir(exist_ok=True)
+        plan.save(folder)
+        parts.load.cache_clear()
+        for message in found.unreadable:
+            if not options.skip_bad:
+                raise DataError(message)
+        trained = tokenizer is None
+        if tokenizer is None:
+            tokenizer = _train(folder, plan, options, execution, total, reporter)
+        for old in (folder / "tokenizer").iterdir():
+            old.unlink()
+        path = tokenizer.save(folder / "tokenizer")
+        _encode(folder, plan, options, tokenizer, path, execution, total, reporter)
+        if execution.kind == "slurm" and not _complete(folder, plan):
+            target.submitted = True
+            return {"submitted": True, "parts": len(plan.spans), "folder": str(folder)}
+        try:
+            result = _merge(folder, plan, options, tokenizer, trained, reporter)
+        except DataError:  # there was no document: nothing to go on from
+            shutil.rmtree(folder / "parts")
+            raise
         target.finish()
     return result
 
 
-def _check_options(inputs: list[str], tokenizer_path: str | Path | None, options: Options, workers: int) -> None:
+def _stage(
+    folder: Path, name: str, plan: parts.Plan, steps: list[Any], execution: Execution, total: int, reporter: Reporter
+) -> None:
+    """Run one pipeline over all parts."""
+    with reporter.progress(name, total) as progress:
+        executors.make(
+            steps, len(plan.spans), name, folder / "logs", execution, done=lambda rank: progress(plan.part_bytes(rank))
+        ).run()
+
+
+def _complete(folder: Path, plan: parts.Plan) -> bool:
+    return all((folder / "parts" / f"{rank:05d}.json").is_file() for rank in range(len(plan.spans)))
+
+
+def _train(
+    folder: Path, plan: parts.Plan, options: Options, execution: Execution, total: int, reporter: Reporter
+) -> Tokenizer:
+    """Sample the corpus and train; held-out text stays out of it."""
+    mark = folder / "sample" / "plan"
+    if not mark.is_file() or mark.read_text() != plan.fingerprint():
+        shutil.rmtree(folder / "logs" / "reading", ignore_errors=True)
+        mark.write_text(plan.fingerprint())
+    report = pipeline.Report()
+    steps = [pipeline.Reader(folder, options, report), pipeline.SampleWriter(folder / "sample", options)]
+    _stage(folder, "reading", plan, steps, execution, total, reporter)
+    sample, low, high, size = Sample(options.seed, SAMPLE_BYTES), 2**64, -1, 0
+    for rank in range(len(plan.spans)):
+        found = pickle.loads((folder / "sample" / f"{rank:05d}.sample").read_bytes())
+        low, high, size = min(low, found[0]), max(high, found[1]), size + found[2]
+        sample.merge(found[3])
+    if high < 0:
+        _no_document(plan)
+    limit = merging.bounded_threshold(options.holdout, low, high)
+    return Tokenizer(_fit(sample.sentences(lambda key: key >= limit), options, size, reporter))
+
+
+def _encode(
+    folder: Path,
+    plan: parts.Plan,
+    options: Options,
+    tokenizer: Tokenizer,
+    path: Path,
+    execution: Execution,
+    total: int,
+    reporter: Reporter,
+) -> None:
+    """Tokens of every part that is not there yet, from this plan and this tokenizer."""
+    stamp, marks = f"{tokenizer.fingerprint}-{tokenizer.eod_id}", folder / "logs" / "tokenizing" / "completions"
+    redone = 0
+    for rank in range(len(plan.spans)):
+        file, mark = folder / "parts" / f"{rank:05d}.json", marks / f"{rank:05d}"
+        if file.is_file() and json.loads(file.read_text())["fingerprint"] == pipeline.fingerprint(plan, rank, stamp):
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+            continue
+        redone += file.is_file()
+        file.unlink(missing_ok=True)
+        mark.unlink(missing_ok=True)
+    for file in (folder / "parts").iterdir():
+        if not file.name[:5].isdigit() or int(file.name[:5]) >= len(plan.spans):
+            file.unlink()
+    if redone:
+        reporter.note(f"{redone} finished parts are of other inputs, options or tokenizer; they are done again")
+    report = pipeline.Report()
+    steps = [
+        pipeline.Reader(folder, options, report),
+        pipeline.TokenWriter(folder / "parts", path, tokenizer.eod_token, options.seed, stamp, report),
+    ]
+    _stage(folder, "tokenizing", plan, steps, execution, total, reporter)
+
+
+def _no_document(plan: parts.Plan) -> NoReturn:
+    shown = ", ".join(map(sources.shown, plan.inputs))
+    raise DataError(f"{shown}: no document to read, no document in it; every file is empty or was skipped")
+
+
+def _merge(
+    folder: Path, plan: parts.Plan, options: Options, tokenizer: Tokenizer, trained: bool, reporter: Reporter
+) -> dict[str, Any]:
+    """The finished parts as the data sets of ``out``, with its manifest."""
+    work, out = folder / "parts", folder / "out"
+    absent = [rank for rank in range(len(plan.spans)) if not (work / f"{rank:05d}.json").is_file()]
+    if absent:
+        raise DataError(
+            f"{folder}: {len(absent)} parts are not done, the first {absent[0]}; see its log in {folder}/logs"
+        )
+    skipped: dict[str, dict[str, Any]] = {}
+    given: set[int] = set()
+    trip: dict[str, Any] = {"checked": 0, "differ": 0, "first": None}
+    marks = {"count": 0, "documents": 0}
+    subsets: dict[str, dict[str, int]] = {}
+    files: dict[str, list[dict[str, Any]]] = {source.name: [] for source in plan.sources.files}
+
+    def meet(kind: str, count: int, first: str) -> None:
+        skipped.setdefault(kind, {"count": 0, "first": first})["count"] += count
+
+    for message in plan.sources.unreadable:
+        meet("unreadable", 1, message)
+    for facts, columns in zip(merging.facts(work, plan), merging.columns(work, plan), strict=True):
+        for kind, entry in facts["skipped"].items():
+            meet(kind, entry["count"], entry["first"])
+        given.update(facts["given"])
+        trip["checked"] += facts["round_trip"]["checked"]
+        trip["differ"] += facts["round_trip"]["differ"]
+        trip["first"] = trip["first"] or facts["round_trip"]["first"]
+        for name in marks:
+            marks[name] += facts["space_symbols"][name]
+        for span in facts["spans"]:
+            files[span["path"]].append(span)
+        for index, name in enumerate(facts["subsets"]):
+            mask = columns["subset"] == index
+            entry = subsets.setdefault(name, {"documents": 0, "bytes": 0, "tokens": 0})
+            entry["documents"] += int(mask.sum())
+            entry["bytes"] += int(columns["bytes"][mask].sum())
+            entry["tokens"] += int(columns["tokens"][mask].sum(dtype=np.int64))
+    for argument, name in enumerate(plan.inputs):
+        if argument not in given and any(source.argument == argument for source in plan.sources.files):
+            message = f"{sources.shown(name)}: no document in it, there is no text"
+            if not options.skip_bad:
+                raise DataError(message)
+            meet("no document", 1, message)
+    if not subsets:
+        _no_document(plan)
+    limit = merging.threshold(work, plan, options.holdout)
+    total = {name: sum(entry[name] for entry in subsets.values()) for name in ("documents", "bytes", "tokens")}
+    result: dict[str, Any] = {
+        "format": manifest.FORMAT,
+        "format_version": manifest.FORMAT_VERSION,
+        **total,
+        "splits": {},
+        "tokenizer": _describe(tokenizer, trained),
+        "round_trip": trip,
+        "space_symbols": marks,
+        "skipped": skipped,
+        "ignored_files": dict(sorted(plan.sources.ignored.items())),
+        "request": plan.request,
+        "sources": [_source(source, plan, files[source.name]) for source in plan.sources.files],
+    }
+    if options.subset_field is not None:
+        result["subsets"] = dict(sorted(subsets.items()))
+    fields: list[int | None] = [None] if len(options.fields) == 1 else list(range(len(options.fields)))
+    groups: list[str | None] = [*sorted(subsets)] if options.by_subset else [None]
+    dtype, taken = token_dtype(tokenizer.vocab_size), set[str]()
+    for field in fields:
+        for group in groups:
+            if field is None and group is None:
+                result["splits"] = merging.write(work, plan, out, limit, dtype, (None, None))
+                continue
+            name = " ".join(([] if field is None else [options.fields[field]]) + ([] if group is None else [group]))
+            place = merging.slug(name, taken)
+            taken.add(place)
+            (out / place).mkdir()
+            splits = merging.write(work, plan, out / place, limit, dtype, (field, group))
+            tokenizer.save(out / place)
+            own = {key: sum(split[key] for split in splits.values()) for key in total}
+            manifest.save(out / place, {**result, **own, "splits": splits, "output": name, "subsets": {}})
+            result.setdefault("outputs", {})[place] = {"name": name, **own}
+    tokenizer.save(out)
+    manifest.save(out, result)
+    return result
+
+
+def _source(source: sources.Source, plan: parts.Plan, spans: list[dict[str, Any]]) -> dict[str, Any]:
+    """The manifest's entry of a file. One read in ranges of bytes has the sha256 of their digests, joined."""
+    digests = [span["sha256"] for span in spans]
+    return {
+        "path": source.name,
+        "format": source.format,
+        "compression": source.compression,
+        "bytes": plan.stamps[source.name][0],
+        "sha256": joined(digests),
+        "documents": sum(span["documents"] for span in spans),
+    }
+
+
+def joined(digests: list[str]) -> str:
+    """One digest for a file: its own, or the sha256 of its ranges' digests."""
+    return digests[0] if len(digests) == 1 else hashlib.sha256(bytes.fromhex("".join(digests))).hexdigest()
+
+
+def _check_options(
+    inputs: list[str], tokenizer_path: str | Path | None, options: Options, execution: Execution
+) -> None:
     if not inputs:
         raise DataError("no INPUT given; name files, folders or patterns to read")
-    if workers < 1:
-        raise DataError(f"--workers {workers}: must be at least 1")
+    if execution.workers < 1:
+        raise DataError(f"--workers {execution.workers}: must be at least 1")
+    if execution.kind == "slurm" and tokenizer_path is None:
+        raise DataError("--executor slurm needs --tokenizer; train one on a part of the corpus first, here")
+    if options.by_subset and options.subset_field is None:
+        raise DataError("--by-subset goes with --subset-field, which names the field of the subset")
     if not 0 <= options.holdout < 1:
         raise DataError(f"--holdout {options.holdout}: a share of the documents, at least 0 and below 1")
     if tokenizer_path is not None and options.vocab_size is not None:
@@ -142,49 +310,19 @@ def _check_options(inputs: list[str], tokenizer_path: str | Path | None, options
         raise DataError("--eod-token goes with --tokenizer; a trained tokenizer has its own end-of-document token")
 
 
-def _size(source: sources.Source) -> int:
-    try:
-        return source.path.stat().st_size
-    except OSError:  # met again, and reported, when it is read
-        return 0
-
-
-def _train(sample: list[str], vocab_size: int | None, text_bytes: int, reporter: Reporter) -> bytes:
+def _fit(sample: list[str], options: Options, text_bytes: int, reporter: Reporter) -> bytes:
     """Train the tokenizer; a size the user did not choose gives way to what the corpus supports."""
-    if vocab_size is not None:
-        return fit(sample, vocab_size)
+    if options.vocab_size is not None:
+        return fit(sample, options.vocab_size, options.model_type)
     power = max(1, text_bytes // BYTES_PER_ID).bit_length() - 1
     vocab_size = min(max(2**power, SMALLEST_VOCABULARY), LARGEST_VOCABULARY)
     try:
-        model = fit(sample, vocab_size)
+        model = fit(sample, vocab_size, options.model_type)
     except VocabularyTooLarge as error:
         vocab_size = error.largest
-        model = fit(sample, vocab_size)
+        model = fit(sample, vocab_size, options.model_type)
     reporter.note(f"trained a vocabulary of {vocab_size} to suit {text_bytes} bytes of text; --vocab-size N sets it")
     return model
-
-
-def _items(documents: Iterator[tuple[Document, bytes, int]], threshold: int) -> Iterator[Item]:
-    for number, (document, data, key) in enumerate(documents):
-        split = "validation" if key < threshold else "train"
-        check = number < CHECKED_FIRST or key % CHECKED_ONE_IN == 0
-        yield Item(document.text, document.place, split, len(data), check)
-
-
-def _write(folder: Path, documents: Iterator[Encoded], tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write the shards; the manifest's entries on the splits and on the round trips looked at."""
-    writers = {name: ShardWriter(folder, name, tokenizer.vocab_size) for name in SPLITS}
-    round_trip: dict[str, Any] = {"checked": 0, "differ": 0, "first": None}
-    for encoded in documents:
-        item = encoded.item
-        writers[item.split].add(encoded.tokens, item.byte_length, item.place)
-        if encoded.lossless is None:
-            continue
-        round_trip["checked"] += 1
-        if not encoded.lossless:
-            round_trip["differ"] += 1
-            round_trip["first"] = round_trip["first"] or item.place
-    return {name: writer.finish() for name, writer in writers.items()}, round_trip
 
 
 def _describe(tokenizer: Tokenizer, trained: bool) -> dict[str, Any]:
@@ -199,9 +337,7 @@ def _describe(tokenizer: Tokenizer, trained: bool) -> dict[str, Any]:
     }
 
 
-def _reuse(
-    output: Path, request: dict[str, Any], found: sources.Sources, total: int, reporter: Reporter
-) -> dict[str, Any]:
+def _reuse(output: Path, request: dict[str, Any], plan: parts.Plan, total: int, reporter: Reporter) -> dict[str, Any]:
     """The manifest of a finished output, if it came from the same request and files and is still whole."""
     taken = f"{sources.shown(output)}: holds a finished data set"
     written = manifest.load(output)
@@ -209,7 +345,7 @@ def _reuse(
     if changed:
         raise DataError(f"{taken} made with another {', '.join(changed)}; choose another --output or add --overwrite")
     with reporter.progress("comparing", total) as progress:
-        now = scanning.file_hashes(found, progress)
+        now = _hashes(plan, progress)
     if now != [(source["path"], source["sha256"]) for source in written["sources"]]:
         raise DataError(f"{taken} made from other files; choose another --output or add --overwrite")
     for name, split in written["splits"].items():
@@ -219,3 +355,24 @@ def _reuse(
             raise DataError(f"{path}: {size} bytes, the manifest describes {split['tokens']} tokens; add --overwrite")
     reporter.note(f"{taken} of exactly this work; nothing to do")
     return {**written, "reused": True}
+
+
+def _hashes(plan: parts.Plan, progress: Callable[[int], Any]) -> list[tuple[str, str]]:
+    """(path, digest) of every file as it is now; an unreadable one has an empty digest."""
+    hashes: dict[str, list[str]] = {source.name: [] for source in plan.sources.files}
+    for span in (span for part in plan.spans for span in part):
+        digest, left = (
+            reading.file_hash(),
+            plan.stamps[span.source.name][0] if span.end is None else span.end - span.start,
+        )
+        try:
+            with span.source.open() as file:
+                file.seek(span.start)
+                while chunk := file.read(min(reading.CHUNK_BYTES, left)):
+                    digest.update(chunk)
+                    left -= len(chunk)
+                    progress(len(chunk))
+            hashes[span.source.name].append(digest.hexdigest())
+        except OSError:
+            hashes[span.source.name].append("")
+    return [(name, joined(digests)) for name, digests in hashes.items()]

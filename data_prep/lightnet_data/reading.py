@@ -1,4 +1,4 @@
-"""Documents of one source file, and everything that can be wrong with it."""
+"""Documents of one source file, or of a byte range of it, and everything that can be wrong with it."""
 
 import hashlib
 import json
@@ -8,33 +8,52 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from lightnet_data.sources import Source
+import orjson
+
+from lightnet_data.options import Options
+from lightnet_data.sources import UNKNOWN, Source
 
 CHUNK_BYTES = 1 << 20
 _SKIPPABLE_FRAMES = tuple(bytes([n, 0x2A, 0x4D, 0x18]) for n in range(0x50, 0x60))
 MAGIC = {"gzip": (b"\x1f\x8b",), "zstd": (b"\x28\xb5\x2f\xfd", *_SKIPPABLE_FRAMES)}
 SUFFIX = {"gzip": ".gz", "zstd": ".zst"}
-EMPTY = "empty"
+BLANK = "blank"
+# White space to a reader, though str.isspace() says no: zero-width space, joiners, word joiner, byte-order mark.
+ZERO_WIDTH = "\u200b\u200c\u200d\u2060\ufeff"
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text that encodes to UTF-8, with at least one character that is not white space, and where it came from."""
+    """A text that encodes to UTF-8, with at least one visible character, and where it came from.
+
+    ``field`` is the index of the field it was in, ``subset`` the name of its record's subset.
+    """
 
     text: str
     place: str
+    field: int = 0
+    subset: str = ""
 
 
 @dataclass(frozen=True)
 class Problem:
     """Something that gave no document.
 
-    ``kind`` groups it in reports; ``message`` is one line with place, reason and a way out. Kind ``EMPTY`` is no error:
-    blank lines and texts without a visible character are left out, and counted.
+    ``kind`` groups it in reports; ``message`` is one line with place, reason and a way out. Kind ``BLANK`` is no error:
+    blank lines, and empty files that a folder search found, are left out and counted.
     """
 
     kind: str
     message: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes [start, end) of a source; ``end`` None: all of it. A line belongs to the span that it begins in."""
+
+    source: Source
+    start: int = 0
+    end: int | None = None
 
 
 class _Broken(Exception):
@@ -44,28 +63,42 @@ class _Broken(Exception):
         self.problem = kind, reason
 
 
-def read(source: Source, field: str = "text", digest: Any = None) -> Iterator[Document | Problem]:
-    """The documents and problems of a file, in order.
+def read(span: Span, options: Options, digest: Any = None) -> Iterator[Document | Problem]:
+    """The documents and problems of a span, in order.
 
-    After a problem with the file as a whole (unreadable, cut or mislabelled) nothing follows; after one with a line
-    the next line does.
+    After a problem with the file as a whole (unreadable, cut or mislabelled) nothing follows; after one with a record
+    the next record does.
 
     Args:
-        source: the file.
-        field: the field of a JSON line that holds the text.
-        digest: a hashlib object that is fed the bytes of the file as they are on disk.
+        span: the file, or a part of an uncompressed one of JSON lines.
+        options: names the fields and the separator.
+        digest: a hashlib object that is fed the span's bytes as they are on disk.
     """
+    source = span.source
     try:
-        mode = source.path.stat().st_mode
-        if not stat.S_ISREG(mode):
+        if source.url is None and not stat.S_ISREG(source.path.stat().st_mode):
             raise _Broken("not a file", "not a regular file; give a file on disk")
-        with source.path.open("rb") as file:
+        if source.format == UNKNOWN:
+            raise _Broken("unknown extension", "its extension says nothing; name its format with --read-as, as text")
+        with source.open() as file:
+            if source.format == "parquet":
+                from lightnet_data.records import parquet
+
+                yield from parquet(source, file, options, digest)
+                return
+            if span.end is not None:
+                lines = _lines_of_range(source, file, span.start, span.end, digest)
+                yield from _json_lines(source.name, lines, options, span.start)
+                return
             chunks = _contents(source, _raw(file, digest))
             if source.format == "jsonl":
-                for number, (line, last) in enumerate(_lines(chunks), start=1):
-                    yield _json_document(f"{source.name}, line {number}", line, last, number == 1, field)
+                yield from _json_lines(source.name, _lines(chunks), options)
+            elif source.format == "tar":
+                from lightnet_data.records import tar
+
+                yield from tar(source, chunks, options)
             else:
-                yield _text_document(source.name, b"".join(chunks))
+                yield from _texts(source, chunks, options.separator)
     except _Broken as broken:
         kind, reason = broken.problem
         yield Problem(kind, f"{source.name}: {reason}")
@@ -78,7 +111,7 @@ def file_hash() -> Any:
     return hashlib.sha256()
 
 
-def _raw(file: BinaryIO, digest: Any) -> Iterator[bytes]:
+def _raw(file: Any, digest: Any) -> Iterator[bytes]:
     while chunk := file.read(CHUNK_BYTES):
         if digest is not None:
             digest.update(chunk)
@@ -145,36 +178,128 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[tuple[bytes, bool]]:
         yield line, True
 
 
-def _text_document(place: str, data: bytes) -> Document | Problem:
+def _lines_of_range(source: Source, file: BinaryIO, start: int, end: int, digest: Any) -> Iterator[tuple[bytes, bool]]:
+    """The lines that begin in bytes [start, end) of a file."""
+    inside = True
+    if start:
+        file.seek(start - 1)
+        inside = file.read(1) == b"\n"  # else a line of the span before reaches into this one
+    chunks = _raw(_Range(file, end - start), digest)
+    if not start:
+        chunks = _contents(source, chunks)
+    rest = b""
+    for line, cut in _lines(chunks):
+        if cut:
+            rest = line
+        elif inside:
+            yield line, False
+        inside = True
+    if not rest:
+        return
+    # The last line goes on in the next span; if the whole span is inside one line, it is not this span's.
+    if inside or not start:
+        tail: list[bytes] = []
+        while chunk := file.read(CHUNK_BYTES):
+            head, newline, _ = chunk.partition(b"\n")
+            tail.append(head)
+            if newline:
+                yield rest + b"".join(tail), False
+                return
+        yield rest + b"".join(tail), True
+
+
+class _Range:
+    """The next ``size`` bytes of a file."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._left = file, size
+
+    def read(self, size: int) -> bytes:
+        chunk = self._file.read(min(size, self._left))
+        self._left -= len(chunk)
+        return chunk
+
+
+def is_blank(text: str) -> bool:
+    """Whether a text has no visible character."""
+    if text[:1] > " " and text[:1] not in ZERO_WIDTH and not text[0].isspace():
+        return False  # nearly every text
+    return all(character.isspace() or character in ZERO_WIDTH for character in text)
+
+
+def _texts(source: Source, chunks: Iterator[bytes], separator: str | None) -> Iterator[Document | Problem]:
+    if separator is None:
+        data = b"".join(chunks)
+        if source.searched and not data.strip():
+            yield Problem(BLANK, f"{source.name}: no text in it")
+        else:
+            yield _text_document(source.name, data, 0)
+        return
+    mark, rest, offset, number = separator.encode(), b"", 0, 0
+    for chunk in chunks:
+        *pieces, rest = (rest + chunk).split(mark)
+        for piece in pieces:
+            number += 1
+            yield _text_document(f"{source.name}, document {number}", piece, offset)
+            offset += len(piece) + len(mark)
+    if rest.strip() or not number:
+        yield _text_document(f"{source.name}, document {number + 1}", rest, offset)
+
+
+def _text_document(place: str, data: bytes, offset: int) -> Document | Problem:
     nul = data.find(b"\0")
     if nul >= 0:
-        return Problem("binary", f"{place}: binary data (a zero byte at byte {nul}); give UTF-8 text")
-    text = _decoded(place, data)
-    if isinstance(text, str) and (not text or text.isspace()):
-        return Problem(EMPTY, f"{place}: no text in it")
+        return Problem("binary", f"{place}: binary data (a zero byte at byte {offset + nul}); give UTF-8 text")
+    text = _decoded(place, data, offset)
+    if isinstance(text, str) and is_blank(text):
+        return Problem("empty", f"{place}: no text in it")
     return Document(text, place) if isinstance(text, str) else text
 
 
-def _decoded(place: str, data: bytes) -> str | Problem:
+def _decoded(place: str, data: bytes, offset: int = 0) -> str | Problem:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        return Problem(
-            "invalid UTF-8",
-            f"{place}: not UTF-8 (byte {error.start} is 0x{data[error.start]:02x}); convert it, for example with iconv",
-        )
+        where = f"byte {offset + error.start} is 0x{data[error.start]:02x}"
+        return Problem("invalid UTF-8", f"{place}: not UTF-8 ({where}); convert it, for example with iconv")
 
 
-def _json_document(place: str, line: bytes, last: bool, first: bool, field: str) -> Document | Problem:
+def _json_lines(
+    name: str, lines: Iterator[tuple[bytes, bool]], options: Options, start: int = 0
+) -> Iterator[Document | Problem]:
+    """Lines of a file; counted from its begin, else named by the byte after which the span goes looking."""
+    nested = "." in "".join(options.fields)
+    only = options.fields[0] if len(options.fields) == 1 and not nested else None
+    for number, (line, last) in enumerate(lines, start=1):
+        place = f"{name}, line {number}" + (f" behind byte {start}" if start else "")
+        if only is not None:  # the common case first; whatever is odd is looked at again below
+            try:
+                record = orjson.loads(line)
+                text = record[only]
+                if type(text) is str and not is_blank(text):
+                    subset = subset_of(record, options.subset_field, place)
+                    yield Document(text, place, 0, subset) if isinstance(subset, str) else subset
+                    continue
+            except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
+                pass
+        parsed = _parsed(place, line, last, number == 1 and not start)
+        if isinstance(parsed, Problem):
+            yield parsed
+        else:
+            yield from record_documents(place, parsed, options)
+
+
+def _parsed(place: str, line: bytes, last: bool, first: bool) -> Any:
+    """The value of a line, or what is wrong with it."""
     decoded = _decoded(place, line)
     if isinstance(decoded, Problem):
         return decoded
     if first:
         decoded = decoded.removeprefix("\ufeff")
     if not decoded or decoded.isspace():
-        return Problem(EMPTY, f"{place}: blank line")
+        return Problem(BLANK, f"{place}: blank line")
     try:
-        record = json.loads(decoded)
+        return json.loads(decoded)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             reason = f"a second value starts at column {error.colno}; put one object on a line"
@@ -185,22 +310,57 @@ def _json_document(place: str, line: bytes, last: bool, first: bool, field: str)
         return Problem("broken JSON", f"{place}: {reason}")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of nested lists
         return Problem("broken JSON", f"{place}: JSON that cannot be read ({type(error).__name__}: {error})")
+
+
+def record_documents(place: str, record: Any, options: Options) -> Iterator[Document | Problem]:
+    """The documents of a record: one a field, or a problem in its stead."""
     if not isinstance(record, dict):
-        return Problem("not an object", f"{place}: {_kind(record)}, not an object with a field {field!r}")
-    if field not in record:
-        names = ", ".join(map(repr, list(record)[:8])) or "none"
-        return Problem("missing field", f"{place}: no field {field!r} (fields: {names}); choose one with --field")
-    text = record[field]
+        wanted = " and ".join(map(repr, options.fields))
+        yield Problem("not an object", f"{place}: {_kind(record)}, not an object with a field {wanted}")
+        return
+    subset = subset_of(record, options.subset_field, place)
+    if isinstance(subset, Problem):
+        yield subset
+        return
+    for index, field in enumerate(options.fields):
+        text = _value(record, field, place)
+        if not isinstance(text, Problem):
+            text = _checked(place, field, text)
+        yield text if isinstance(text, Problem) else Document(text, place, index, subset)
+
+
+def subset_of(record: dict[str, Any], field: str | None, place: str) -> str | Problem:
+    """The name of a record's subset, "" where none is asked for."""
+    if field is None:
+        return ""
+    value = _value(record, field, place)
+    if isinstance(value, Problem):
+        return value
+    if not isinstance(value, str) or not value.strip():
+        return Problem("no subset", f"{place}: field {field!r} is {_kind(value)}, not the name of a subset")
+    return value
+
+
+def _value(record: dict[str, Any], field: str, place: str) -> Any:
+    """A field, or one inside others whose names dots divide."""
+    value: Any = record
+    for name in [field] if field in record else field.split("."):
+        if not isinstance(value, dict) or name not in value:
+            names = ", ".join(map(repr, list(record)[:8])) or "none"
+            return Problem("missing field", f"{place}: no field {field!r} (fields: {names}); choose one with --field")
+        value = value[name]
+    return value
+
+
+def _checked(place: str, field: str, text: Any) -> str | Problem:
     if not isinstance(text, str):
         return Problem("not a string", f"{place}: field {field!r} is {_kind(text)}, not a string")
-    if not text or text.isspace():
-        return Problem(EMPTY, f"{place}: no text in field {field!r}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         return Problem("invalid text", f"{place}: field {field!r} holds half a surrogate pair (\\u{code:04x})")
-    return Document(text, place)
+    return Problem("empty", f"{place}: no text in field {field!r}") if is_blank(text) else text
 
 
 def _kind(value: Any) -> str:

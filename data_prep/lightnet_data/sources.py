@@ -6,18 +6,22 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from lightnet_data.errors import DataError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 JSON_LINES = ".jsonl"
+FORMATS = {JSON_LINES: "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".tar": "tar"}
+UNKNOWN = "unknown"
 PROSE = ".txt .text .md .markdown .rst .adoc .org .tex"
 CODE = (
     ".py .pyi .pyx .c .h .cc .cpp .cxx .hpp .hh .cu .cuh .rs .go .java .kt .scala .js .mjs .ts .jsx .tsx .sh .bash .rb "
     ".pl .pm .php .lua .r .R .jl .hs .ml .swift .cs .sql .el .lisp .clj .ex .erl .vim .cmake .proto"
 )
 # What a folder is searched for, plain or compressed. Other suffixes are read when the file itself is named.
-FOLDER_SUFFIXES = frozenset([JSON_LINES, *PROSE.split(), *CODE.split()])
+FOLDER_SUFFIXES = frozenset([*FORMATS, *PROSE.split(), *CODE.split()])
+_TEXT_SUFFIXES = frozenset([*PROSE.split(), *map(str.lower, CODE.split())])
 SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages")  # what Python keeps beside its own library
 
 
@@ -25,19 +29,58 @@ SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages")  # what Pyth
 class Source:
     """One file to read.
 
-    ``format`` is "text" (the file is one document) or "jsonl" (each line is one); ``compression`` "gzip", "zstd" or
-    None; ``argument`` the index of the INPUT that named it.
+    ``format`` is "text" (one document, or several behind separators), "jsonl" (a document a line), "parquet" (a row),
+    "tar" (a WebDataset sample), or "unknown" by its suffix; ``compression`` "gzip", "zstd" or None; ``argument`` the
+    index of the INPUT that named it; ``searched`` whether a folder search found it; ``url`` where fsspec finds a
+    remote file, whose ``path`` is then no more than a name.
     """
 
     path: Path
     format: str
     compression: str | None
     argument: int
+    searched: bool = False
+    url: str | None = None
 
     @property
     def name(self) -> str:
         """The path for messages and the manifest, with undecodable bytes shown as escapes."""
-        return shown(self.path)
+        return self.url or shown(self.path)
+
+    def open(self) -> BinaryIO:
+        """The file's bytes."""
+        if self.url is None:
+            return self.path.open("rb")
+        system, path = _remote(self.url)
+        file: BinaryIO = system.open(path, "rb")
+        return file
+
+    def stamp(self) -> tuple[int, str]:
+        """Size in bytes, and what changes with the contents (time of change, or a store's own tag).
+
+        Raises:
+            OSError: it is not there, or cannot be reached.
+        """
+        if self.url is None:
+            status = self.path.stat()
+            return status.st_size, f"{status.st_mtime_ns}"
+        system, path = _remote(self.url)
+        facts: dict[str, Any] = system.info(path)
+        tag = next(
+            (facts[key] for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created") if key in facts), ""
+        )
+        return int(facts.get("size") or 0), str(tag)
+
+
+def _remote(url: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL and the path in it."""
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # a protocol whose package is not installed, or that nobody knows
+        raise DataError(f"{url}: cannot be reached ({error})") from None
+    return system, path
 
 
 @dataclass
@@ -56,11 +99,12 @@ def shown(path: Path | str) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def find(inputs: Iterable[str | Path]) -> Sources:
-    """The files behind INPUT arguments.
+def find(inputs: Iterable[str | Path], read_as: str | None = None) -> Sources:
+    """The files behind INPUT arguments, paths or URLs that fsspec knows.
 
-    A file is read whatever its suffix: ``.jsonl`` holds JSON lines, anything else is one text, and ``.gz`` or ``.zst``
-    behind either is undone. A folder is searched at any depth, in sorted order, for ``FOLDER_SUFFIXES``; hidden
+    ``.jsonl`` holds JSON lines, ``.parquet`` rows, ``.tar`` WebDataset samples, the suffixes of ``PROSE`` and ``CODE``
+    text; ``.gz`` or ``.zst`` behind any but parquet is undone. A file of another suffix is read as ``read_as``, and
+    without it not at all. A folder is searched at any depth, in sorted order, for ``FOLDER_SUFFIXES``; hidden
     entries, ``SKIPPED_FOLDERS`` and linked folders are passed over and counted. A pattern (``*``, ``?``, ``[``) stands
     for its sorted matches as if each had been named, ``**`` for any depth. A file reached twice is read once, and
     counted.
@@ -71,24 +115,55 @@ def find(inputs: Iterable[str | Path]) -> Sources:
     found = Sources()
     seen: set[str] = set()
     for argument, given in enumerate(inputs):
+        if "://" in str(given):
+            found.files += _find_remote(str(given), argument, read_as, seen, found)
+            continue
         for path in _matches(str(given)):
-            paths = _walk(path, found) if path.is_dir() else [path]
+            searched = path.is_dir()
+            paths = _walk(path, found) if searched else [path]
             for file in paths:
                 identity = os.path.realpath(file)
                 if identity in seen:
                     found.ignored["named twice"] += 1
                     continue
                 seen.add(identity)
-                found.files.append(classify(file, argument))
+                found.files.append(classify(file, argument, read_as, searched))
     return found
 
 
-def classify(path: Path, argument: int = 0) -> Source:
+def classify(
+    path: Path, argument: int = 0, read_as: str | None = None, searched: bool = False, url: str | None = None
+) -> Source:
     """How a file is read, by its name."""
-    stem, compression = path.name, COMPRESSIONS.get(path.suffix.lower())
-    if compression is not None:
-        stem = path.stem
-    return Source(path, "jsonl" if stem.lower().endswith(JSON_LINES) else "text", compression, argument)
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    suffix = Path(path.stem if compression else path.name).suffix.lower()
+    text = "text" if suffix in _TEXT_SUFFIXES else None
+    return Source(path, FORMATS.get(suffix) or text or read_as or UNKNOWN, compression, argument, searched, url)
+
+
+def _find_remote(url: str, argument: int, read_as: str | None, seen: set[str], found: Sources) -> list[Source]:
+    system, path = _remote(url)
+    searched = False
+    try:
+        if glob.has_magic(path):
+            paths = sorted(match for match in system.glob(path) if not system.isdir(match))
+        elif searched := system.isdir(path):
+            paths = sorted(match for match in system.find(path) if _file_reason(Path(match).name) is None)
+        else:
+            paths = [path] if system.exists(path) else []
+    except OSError as error:
+        raise DataError(f"{url}: cannot be reached ({error})") from None
+    if not paths:
+        raise DataError(f"{url}: no such file, or a pattern or folder without one")
+    files = []
+    for match in paths:
+        name = str(system.unstrip_protocol(match))
+        if name in seen:
+            found.ignored["named twice"] += 1
+            continue
+        seen.add(name)
+        files.append(classify(Path(match), argument, read_as, searched, name))
+    return files
 
 
 def _matches(given: str) -> list[Path]:

@@ -3,11 +3,14 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightnet_data import manifest
+import numpy as np
+from numpy.typing import NDArray
+
+from lightnet_data import byte_bpe, manifest
 from lightnet_data.errors import DataError
 
 # SentencePiece writes a space as this character, so a text's own U+2581 comes back as a space.
@@ -29,6 +32,8 @@ KNOWN_EOD_TOKENS = (
 # SentencePiece takes more than linear time in the length of a text: three times as long for a text of 4 MB as for its
 # parts of this length.
 PART_CHARACTERS = 8000
+# The fast engine of byte-level BPE takes linear time, but would hold a list of all ids of a long text.
+LONG_PART_CHARACTERS = 1 << 18
 _CUT = re.compile(f"[^\\s{SPACE_SYMBOL}](?= )")
 SENTENCEPIECE, HUGGING_FACE = "sentencepiece", "huggingface"
 FILE_NAMES = {SENTENCEPIECE: "tokenizer.model", HUGGING_FACE: "tokenizer.json"}
@@ -36,10 +41,12 @@ FILE_NAMES = {SENTENCEPIECE: "tokenizer.model", HUGGING_FACE: "tokenizer.json"}
 
 class _Backend(Protocol):
     kind: str
+    engine: str
     vocab_size: int
     eod_id: int
 
     def encode(self, text: str) -> list[int]: ...
+    def parts(self, text: str) -> Iterator[list[int]]: ...
     def decode(self, ids: list[int]) -> str: ...
     def piece_bytes(self, token: int) -> bytes: ...
     def token(self, token: int) -> str: ...
@@ -50,6 +57,8 @@ class Tokenizer:
 
     Attributes:
         kind: "sentencepiece" or "huggingface".
+        engine: the library that encodes: "sentencepiece", "tokenizers", or "tiktoken" where it is sure to give the
+            same ids (see ``byte_bpe``).
         vocab_size: largest id + 1, added tokens included.
         eod_id: id of the end-of-document token; text never encodes to it.
         eod_token: its spelling.
@@ -64,6 +73,7 @@ class Tokenizer:
         else:
             self._backend = _SentencePiece(model, eod_token, name)
         self.kind = self._backend.kind
+        self.engine = self._backend.engine
         self.vocab_size = self._backend.vocab_size
         self.eod_id = self._backend.eod_id
         self.eod_token = self._backend.token(self.eod_id)
@@ -110,6 +120,11 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; the spelling of a special token in it is text like any other."""
         return self._backend.encode(text)
+
+    def encode_array(self, text: str) -> NDArray[np.int32]:
+        """The ids of ``encode`` as int32 [n], in memory that a document of 50 MB leaves small."""
+        parts = [np.array(part, dtype=np.int32) for part in self._backend.parts(text)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; special tokens are left out and broken UTF-8 shows as U+FFFD."""
@@ -173,8 +188,21 @@ def _find_eod(lookup: Callable[[str], int | None], size: int, named: str | int |
     raise DataError(f"{name}: no end-of-document token such as {EOD_TOKEN} or </s>; name one with --eod-token")
 
 
+def divided(text: str, characters: int) -> Iterator[str]:
+    """A text in parts of at least so many characters, cut before a space that follows another character."""
+    start = 0
+    while len(text) - start > characters:
+        cut = _CUT.search(text, start + characters - 1)
+        if cut is None:
+            break
+        yield text[start : cut.end()]
+        start = cut.end()
+    yield text[start:]
+
+
 class _SentencePiece:
     kind = SENTENCEPIECE
+    engine = "sentencepiece"
 
     def __init__(self, model: bytes, eod_token: str | int | None, name: str) -> None:
         import sentencepiece
@@ -197,16 +225,10 @@ class _SentencePiece:
         return found if self._processor.id_to_piece(found) == token else None
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = []
-        start = 0
-        while self._divisible and len(text) - start > PART_CHARACTERS:
-            cut = _CUT.search(text, start + PART_CHARACTERS - 1)
-            if cut is None:
-                break
-            ids += self._processor.encode(text[start : cut.end()])
-            start = cut.end()
-        ids += self._processor.encode(text[start:])
-        return ids
+        return [token for part in self.parts(text) for token in part]
+
+    def parts(self, text: str) -> Iterator[list[int]]:
+        return map(self._processor.encode, divided(text, PART_CHARACTERS) if self._divisible else [text])
 
     def _is_divisible(self) -> bool:
         """Whether a text encodes to the same ids in parts cut before a space that follows another character.
@@ -264,8 +286,17 @@ class _HuggingFace:
             )
         self._added = {token: added_token.content.encode() for token, added_token in added.items()}
         self._alphabet = _byte_level_alphabet() if _has_byte_level_decoder(content.get("decoder")) else None
+        self._fast = byte_bpe.engine(content, _byte_level_alphabet(), self._tokenizer, self._special)
+        self.engine = "tiktoken" if self._fast else "tokenizers"
 
     def encode(self, text: str) -> list[int]:
+        return [token for part in self.parts(text) for token in part]
+
+    def parts(self, text: str) -> Iterator[list[int]]:
+        # GPT-2's expression never reaches over a space behind another character, so such parts are independent.
+        return map(self._fast, divided(text, LONG_PART_CHARACTERS)) if self._fast else iter([self._library(text)])
+
+    def _library(self, text: str) -> list[int]:
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         except Exception as error:  # the library raises bare Exception, for a word-level model without <unk> say

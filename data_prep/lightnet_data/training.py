@@ -61,23 +61,41 @@ class Sample:
         self._kept: list[tuple[int, int, int, str]] = []  # a heap with the largest hash on top
         self._size = self._seen = 0
 
-    def add(self, text: str, tag: int = 0) -> None:
-        """Consider a document; ``tag`` is handed to the filter of ``sentences``."""
-        for sentence in sentences(text):
-            key = xxhash.xxh3_64_intdigest(self._seen.to_bytes(8, "little"), self._seed)
+    def add(self, text: str, tag: int = 0, place: str | None = None) -> None:
+        """Consider a document; ``tag`` is handed to the filter of ``sentences``.
+
+        ``place`` names the document in the corpus where the sample sees only a part of it.
+        """
+        for number, sentence in enumerate(sentences(text)):
+            drawn = self._seen.to_bytes(8, "little") if place is None else f"{place}\0{number}".encode()
+            key = xxhash.xxh3_64_intdigest(drawn, self._seed)
             heapq.heappush(self._kept, (-key, self._seen, tag, sentence))
             self._seen += 1
             self._size += _utf8_length(sentence)
-            while self._size > self._limit and len(self._kept) > 1:
-                self._size -= _utf8_length(heapq.heappop(self._kept)[3])
+            self._trim()
+
+    def kept(self, part: int) -> list[tuple[int, int, int, str]]:
+        """What is kept, to be merged: (minus the hash, order in the corpus, tag, sentence)."""
+        return [(key, (part << 48) + order, tag, sentence) for key, order, tag, sentence in self._kept]
+
+    def merge(self, kept: list[tuple[int, int, int, str]]) -> None:
+        """Consider what another sample kept of another part."""
+        for entry in kept:
+            heapq.heappush(self._kept, entry)
+            self._size += _utf8_length(entry[3])
+            self._trim()
+
+    def _trim(self) -> None:
+        while self._size > self._limit and len(self._kept) > 1:
+            self._size -= _utf8_length(heapq.heappop(self._kept)[3])
 
     def sentences(self, wanted: Callable[[int], bool] = lambda tag: True) -> list[str]:
         """The kept sentences of documents whose tag is wanted, in corpus order."""
         return [sentence for _, _, tag, sentence in sorted(self._kept, key=lambda kept: kept[1]) if wanted(tag)]
 
 
-def fit(sample: list[str], vocab_size: int) -> bytes:
-    """Train a byte-pair SentencePiece model on sentences.
+def fit(sample: list[str], vocab_size: int, model_type: str = "bpe") -> bytes:
+    """Train a SentencePiece model ("bpe" or "unigram") on sentences.
 
     Byte fallback, identity normalisation, no dummy prefix and kept white space make it lossless, but for U+2581, which
     SentencePiece uses for the space. Ids: 0 <unk> (never produced), 1 ``<|endofdocument|>`` (never produced from text),
@@ -102,7 +120,7 @@ def fit(sample: list[str], vocab_size: int) -> bytes:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sample),
             model_writer=model,
-            model_type="bpe",
+            model_type=model_type,
             vocab_size=vocab_size,
             byte_fallback=True,
             character_coverage=1.0,  # the sample holds no other characters

@@ -16,7 +16,31 @@ import click
 @click.option("--output", metavar="DIR", required=True, help="Folder to make: shards, tokenizer and manifest.json.")
 @click.option("--tokenizer", metavar="PATH", help="SentencePiece model, Hugging Face tokenizer.json, or its folder.")
 @click.option("--vocab-size", type=int, metavar="N", help="Train a tokenizer of N ids. [default: suits the corpus]")
-@click.option("--field", default="text", show_default=True, help="Field of a JSON line that holds the text.")
+@click.option(
+    "--model-type", type=click.Choice(["bpe", "unigram"]), default="bpe", show_default=True, help="What to train."
+)
+@click.option(
+    "--field",
+    "fields",
+    multiple=True,
+    default=["text"],
+    show_default=True,
+    help="Field of a record that holds the text, dots for nested ones; several give an output each.",
+)
+@click.option(
+    "--subset-field", metavar="FIELD", help="Field that names a record's subset (the Pile: meta.pile_set_name)."
+)
+@click.option("--by-subset", is_flag=True, help="An output for each subset.")
+@click.option(
+    "--separator", metavar="TEXT", help="What stands between documents of a text file. [default: a file is one]"
+)
+@click.option(
+    "--read-as", type=click.Choice(["text", "jsonl", "parquet", "tar"]), help="Format of files of another suffix."
+)
+@click.option("--executor", type=click.Choice(["local", "slurm", "ray"]), default="local", show_default=True)
+@click.option(
+    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Setting of the executor: time, partition, ..."
+)
 @click.option(
     "--workers", type=int, default=1, show_default=True, metavar="N", help="Processes; same result for any N."
 )
@@ -31,7 +55,14 @@ def prep(
     output: str,
     tokenizer: str | None,
     vocab_size: int | None,
-    field: str,
+    model_type: str,
+    fields: tuple[str, ...],
+    subset_field: str | None,
+    by_subset: bool,
+    separator: str | None,
+    read_as: str | None,
+    executor: str,
+    settings: tuple[str, ...],
     workers: int,
     skip_bad: bool,
     holdout: float,
@@ -50,21 +81,52 @@ def prep(
         # Nothing is compiled here, and importing torch._dynamo is a third of megatron-core's import.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     from lightnet_data.errors import DataError
-    from lightnet_data.prepare import Options, prepare
+    from lightnet_data.executors import Execution
+    from lightnet_data.options import Options
+    from lightnet_data.prepare import prepare
 
-    options = Options(field, vocab_size, eod_token, holdout, seed, skip_bad)
+    options = Options(
+        fields=tuple(fields),
+        subset_field=subset_field,
+        by_subset=by_subset,
+        separator=separator,
+        read_as=read_as,
+        vocab_size=vocab_size,
+        model_type=model_type,
+        eod_token=eod_token,
+        holdout=holdout,
+        seed=seed,
+        skip_bad=skip_bad,
+    )
     try:
-        manifest = prepare(inputs, output, tokenizer, options, workers, overwrite, _terminal(quiet=as_json))
+        execution = Execution(executor, workers, _settings(settings))
+        manifest = prepare(
+            inputs, output, tokenizer, options, workers, overwrite, _terminal(quiet=as_json), execution=execution
+        )
     except DataError as error:
         _fail(str(error))
     except OSError as error:  # a full disk, an output folder that may not be written
         where = f"{error.filename}: " if error.filename else f"{output}: "
         _fail(f"{where}{error.strerror or error}; nothing was left in {output}")
+    if manifest.get("submitted"):
+        click.echo(f"{manifest['parts']} parts submitted; run the same command again when they are done")
+        return
     summary = _summary(manifest, output)
     if as_json:
         click.echo(json.dumps(summary, ensure_ascii=False))
     else:
         _print(summary)
+
+
+def _settings(given: tuple[str, ...]) -> dict[str, Any]:
+    """KEY=VALUE pairs; numbers as such."""
+    from lightnet_data.errors import DataError
+
+    pairs = [pair.partition("=") for pair in given]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise DataError(f"--set {name}: write KEY=VALUE")
+    return {name: int(value) if value.isdigit() else value for name, _, value in pairs}
 
 
 def _fail(message: str) -> NoReturn:

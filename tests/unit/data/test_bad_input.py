@@ -24,13 +24,17 @@ def zst(data: bytes) -> bytes:
 
 # file name, contents, kind, pieces of the message
 BAD_FILES = [
-    ("empty.txt", b"", "no document", ["no document in it"]),
-    ("blank.txt", b" \n\t\n", "no document", ["no document in it"]),
+    ("empty.txt", b"", "empty", ["no text in it"]),
+    ("blank.txt", b" \n\t\n", "empty", ["no text in it"]),
     ("empty.jsonl", b"", "no document", ["no document in it"]),
     ("blank.jsonl", b"\n\n", "no document", ["no document in it"]),
-    ("nothing.jsonl", b'{"text": ""}\n{"text": " "}\n', "no document", ["no document in it"]),
+    ("nothing.jsonl", GOOD + b'{"text": ""}\n', "empty", ["line 2", "no text"]),
+    ("spaces.jsonl", b'{"text": " \\u200b\\ufeff\\t"}\n' + GOOD, "empty", ["line 1", "no text"]),
+    ("hollow.parquet", b"", "corrupt", ["not a whole Parquet file"]),
+    ("hollow.tar", b"", "cut", ["not a whole tar"]),
+    ("some.xyz", TEXT, "unknown extension", ["--read-as"]),
     ("nul.txt", b"abc\0def", "binary", ["zero byte at byte 3"]),
-    ("image.png", b"\x89PNG\r\n\x1a\n\0\0\0", "binary", ["binary"]),
+    ("image.png", b"\x89PNG\r\n\x1a\n\0\0\0", "unknown extension", ["--read-as"]),
     ("latin.txt", "café".encode("latin-1"), "invalid UTF-8", ["not UTF-8", "byte 3", "0xe9"]),
     ("cut.txt", "né".encode()[:-1], "invalid UTF-8", ["not UTF-8", "byte 1"]),
     ("utf16.txt", "text".encode("utf-16-le"), "binary", ["zero byte at byte 1"]),
@@ -126,7 +130,7 @@ def test_skip_bad_keeps_the_good_lines(tmp_path: Path, run_prep: Run, tokenizer_
     manifest = json.loads(run_prep(*arguments, "--json").stdout)
     assert manifest["documents"] == 2 and manifest["bytes"] == len("a good line") + len("another")
     counts = {kind: entry["count"] for kind, entry in manifest["skipped"].items()}
-    assert counts == {"not a string": 2, "empty": 1, "broken JSON": 1}
+    assert counts == {"not a string": 2, "blank": 1, "broken JSON": 1}
     assert "line 2" in manifest["skipped"]["not a string"]["first"]
 
 

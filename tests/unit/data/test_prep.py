@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 import zstandard
 from click.testing import Result
-from lightnet_data import manifest, output, sources
+from lightnet_data import manifest, merging, output, sources
 from lightnet_data.dataset import PackedTokens
 from lightnet_data.documents import DocumentReader
 from lightnet_data.errors import DataError
@@ -86,7 +86,7 @@ def test_other_stacks_can_read_the_shards(tmp_path: Path, corpus: Path, run_prep
 def test_workers_change_nothing(
     tmp_path: Path, corpus: Path, run_prep: Run, tokenizer_file: Path, given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightnet_data.encoding.BATCH_CHARACTERS", 2000)  # many batches
+    monkeypatch.setattr("lightnet_data.parts.PART_BYTES", 7000)  # many parts
     options = ["--tokenizer", tokenizer_file] if given else ["--vocab-size", "600"]
     for workers in (1, 2, 3):
         result = run_prep(corpus, "--output", tmp_path / f"out{workers}", "--workers", workers, *options)
@@ -100,7 +100,7 @@ def test_an_error_in_a_later_pass_leaves_nothing(
     def refuse(self: Tokenizer, text: str) -> list[int]:
         raise DataError("cannot encode")
 
-    monkeypatch.setattr(Tokenizer, "encode", refuse)
+    monkeypatch.setattr(Tokenizer, "encode_array", refuse)
     for workers in (1, 2):
         arguments = [corpus, "--output", tmp_path / "out", "--tokenizer", tokenizer_file, "--workers", workers]
         result = run_prep(*arguments)
@@ -111,7 +111,7 @@ def test_an_error_in_a_later_pass_leaves_nothing(
 def test_a_worker_that_dies_is_an_error(
     tmp_path: Path, corpus: Path, run_prep: Run, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: os._exit(9))
+    monkeypatch.setattr(Tokenizer, "encode_array", lambda self, text: os._exit(9))
     arguments = [corpus, "--output", tmp_path / "out", "--tokenizer", tokenizer_file, "--workers", 2]
     result = run_prep(*arguments)
     assert result.exit_code == 1 and "a worker process died" in result.stderr
@@ -121,14 +121,14 @@ def test_a_worker_that_dies_is_an_error(
 def test_a_file_that_changes_is_an_error(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightnet_data import prepare as module
 
-    original = module._train
+    original = module._fit
 
     def train_and_append(*arguments: object) -> bytes:
         with corpus.open("a") as file:
             file.write('{"text": "one more"}\n')
         return original(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module, "_train", train_and_append)
+    monkeypatch.setattr(module, "_fit", train_and_append)
     with pytest.raises(DataError, match="changed while it was being read"):
         prepare([corpus], tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {corpus.name}
@@ -165,12 +165,20 @@ def test_kinds_of_files_in_a_folder(tmp_path: Path, run_prep: Run, tokenizer_fil
     expected = ["plain\r\n text\n", "def f():\n\treturn 1\n", *["json line é"] * 6, "# title\n", "upper case suffix"]
     assert texts_of(tmp_path / "out", "train") == expected
     summary = json.loads(result.stdout)
-    assert {kind: entry["count"] for kind, entry in summary["skipped"].items()} == {"empty": 2}
+    assert {kind: entry["count"] for kind, entry in summary["skipped"].items()} == {"blank": 2}
     assert summary["ignored_files"] == {
         ".png": 1, "__pycache__": 1, "hidden": 2, "linked folder": 1, "no suffix": 1
     }  # fmt: skip
     # Named files and patterns: any suffix, in the order given, a file once.
-    arguments = [folder / "Makefile", f"{folder}/*.txt", f"{folder}/**/*.py", folder / "a.txt", "--skip-bad"]
+    arguments = [
+        folder / "Makefile",
+        f"{folder}/*.txt",
+        f"{folder}/**/*.py",
+        folder / "a.txt",
+        "--skip-bad",
+        "--read-as",
+        "text",
+    ]
     summary = json.loads(run_prep(*arguments, "--output", tmp_path / "named", *options).stdout)
     assert texts_of(tmp_path / "named", "train") == ["all:\n", "plain\r\n text\n", "x", "def f():\n\treturn 1\n"]
     assert summary["ignored_files"] == {"named twice": 2}  # a.txt, and b/c.py behind the link
@@ -310,14 +318,16 @@ def test_what_is_in_the_way_is_left_alone(tmp_path: Path, corpus: Path, run_prep
 
 def test_a_killed_run_is_replaced(tmp_path: Path, corpus: Path, run_prep: Run) -> None:
     code = (
-        "import os, sys; from lightnet_data import prepare as p; p._write = lambda *a: os.kill(os.getpid(), 9);"
+        "import os, sys; from lightnet_data import prepare as p; p._merge = lambda *a: os.kill(os.getpid(), 9);"
         "p.prepare([sys.argv[1]], sys.argv[2])"
     )
     killed = subprocess.run([sys.executable, "-c", code, corpus, tmp_path / "out"], check=False)
     assert killed.returncode == -9
     assert (tmp_path / "out.partial").is_dir() and not (tmp_path / "out").exists()
     result = run_prep(corpus, "--output", tmp_path / "out", "--vocab-size", "512")
-    assert result.exit_code == 0 and "left behind by a run that was stopped; replaced" in result.stderr
+    assert (
+        result.exit_code == 0 and "left behind by a run that was stopped; its finished parts are used" in result.stderr
+    )
     assert {path.name for path in tmp_path.iterdir()} == {corpus.name, "out"}
 
 
@@ -333,10 +343,13 @@ def test_a_full_disk_is_one_line(tmp_path: Path, corpus: Path, run_prep: Run, mo
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lightnet_data.output.ShardWriter.add", full)
+    monkeypatch.setattr("lightnet_data.merging.write_index", full)
     result = run_prep(corpus, "--output", tmp_path / "out", "--vocab-size", "512")
     assert result.exit_code == 1 and result.stderr.count("\n") == 1 and "No space left" in result.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {corpus.name}
+    assert {path.name for path in tmp_path.iterdir()} == {corpus.name, "out.partial"}  # the finished parts
+    monkeypatch.undo()
+    assert run_prep(corpus, "--output", tmp_path / "out", "--vocab-size", "512").exit_code == 0
+    assert {path.name for path in tmp_path.iterdir()} == {corpus.name, "out"}
 
 
 def test_vocabulary_that_suits_a_small_corpus(tmp_path: Path, run_prep: Run) -> None:
@@ -372,12 +385,21 @@ def test_hugging_face_tokenizer_that_loses_text(tmp_path: Path, run_prep: Run) -
     assert TokenStore(tmp_path / "out" / "train").eod_id == Tokenizer.load(tmp_path / "out").eod_id
 
 
-def test_large_vocabularies_are_stored_in_four_bytes(tmp_path: Path) -> None:
-    for vocab_size, dtype in ((4096, "uint16"), (65499, "uint16"), (65536, "int32"), (100_000, "int32")):
-        writer = output.ShardWriter(tmp_path, "train", vocab_size)
-        writer.add(np.array([vocab_size - 1, 1]), 3, "a")
-        assert writer.finish()["dtype"] == dtype
-        assert TokenStore(tmp_path / "train").document(0).tolist() == [vocab_size - 1, 1]
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(4096, np.uint16), (65499, np.uint16), (65536, np.uint16), (65537, np.int32)]
+)
+def test_token_width_and_index(tmp_path: Path, vocab_size: int, dtype: type) -> None:
+    """65,536 ids fit 16 bits, and the index is byte for byte what megatron-core writes."""
+    assert output.token_dtype(vocab_size) is dtype
+    documents = [np.array([vocab_size - 1, 1]), np.array([1]), np.array([3, 2, 1])]
+    builder = indexed_dataset().IndexedDatasetBuilder(str(tmp_path / "train.bin"), dtype=dtype)
+    for document in documents:
+        builder.add_document(document, [len(document)])
+    builder.finalize(str(tmp_path / "train.idx"))
+    lengths = np.array([len(document) for document in documents], dtype=np.int32)
+    merging.write_index(tmp_path / "ours.idx", lengths, dtype)
+    assert (tmp_path / "ours.idx").read_bytes() == (tmp_path / "train.idx").read_bytes()
+    assert TokenStore(tmp_path / "train").document(0).tolist() == [vocab_size - 1, 1]
 
 
 @pytest.mark.parametrize(

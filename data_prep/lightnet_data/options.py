@@ -1,0 +1,31 @@
+"""What a preparation depends on besides its sources and the tokenizer file."""
+
+from dataclasses import dataclass
+
+DEFAULT_HOLDOUT = 0.05
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a preparation.
+
+    ``fields``: fields of a record that hold texts, dots for nested ones; each gives an output of its own.
+    ``subset_field``: the field that names a record's subset (the Pile: ``meta.pile_set_name``), for counts and, with ``by_subset``, an output
+    each. ``separator``: what stands between the documents of a text file; None: a file is one. ``read_as``: format of
+    files of another suffix. ``vocab_size``: ids of a tokenizer to train, None for a size that suits the corpus;
+    ``model_type``: "bpe" or "unigram". ``eod_token``: spelling of a given tokenizer's end-of-document token.
+    ``holdout``: share of documents held out. ``seed``: seed of the held-out choice and of the tokenizer's training
+    sample. ``skip_bad``: count what is bad instead of stopping at it.
+    """
+
+    fields: tuple[str, ...] = ("text",)
+    subset_field: str | None = None
+    by_subset: bool = False
+    separator: str | None = None
+    read_as: str | None = None
+    vocab_size: int | None = None
+    model_type: str = "bpe"
+    eod_token: str | None = None
+    holdout: float = DEFAULT_HOLDOUT
+    seed: int = 0
+    skip_bad: bool = False
