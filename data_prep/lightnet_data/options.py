@@ -10,12 +10,12 @@ class Options:
     """Options of a preparation.
 
     ``fields``: fields of a record that hold texts, dots for nested ones; each gives an output of its own.
-    ``subset_field``: the field that names a record's subset (the Pile: ``meta.pile_set_name``), for counts and, with ``by_subset``, an output
-    each. ``separator``: what stands between the documents of a text file; None: a file is one. ``read_as``: format of
-    files of another suffix. ``vocab_size``: ids of a tokenizer to train, None for a size that suits the corpus;
-    ``model_type``: "bpe" or "unigram". ``eod_token``: spelling of a given tokenizer's end-of-document token.
-    ``holdout``: share of documents held out. ``seed``: seed of the held-out choice and of the tokenizer's training
-    sample. ``skip_bad``: count what is bad instead of stopping at it.
+    ``subset_field``: the field that names a record's subset (the Pile: ``meta.pile_set_name``), for counts and, with
+    ``by_subset``, an output each. ``separator``: what stands between the documents of a text file; None: a file is
+    one. ``read_as``: format of files of another suffix. ``vocab_size``: ids of a tokenizer to train, None for a size
+    that suits the corpus; ``model_type``: "bpe" or "unigram". ``eod_token``: spelling of a given tokenizer's end-of-
+    document token. ``holdout``: share of documents held out. ``seed``: seed of the held-out choice and of the
+    tokenizer's training sample. ``skip_bad``: count what is bad instead of stopping at it.
     """
 
     fields: tuple[str, ...] = ("text",)
