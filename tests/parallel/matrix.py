@@ -1,10 +1,10 @@
 """The parity matrix: every layout gives the run of one process (law 3 of a run).
 
-    python -m tests.parallel.matrix [--ranks N] [--only TEXT ...] [--output FILE]
+    python -m tests.parallel.matrix [--ranks N] [--only TEXT ...] [--random N [--seed S]] [--output FILE]
 
 trains each layout for 20 steps beside one process and prints losses' and gradient norms' differences; exit status 1 on a
 miss. Ranks are forks of one process on CPUs, and a process each on GPUs (NCCL), where layouts that need more GPUs than
-there are (or than ``--ranks``) are left out.
+there are (or than ``--ranks``) are left out. ``--random`` draws layouts from all that are legal instead.
 
 The tiny model's norms use eps 1e-2: the norm after the scan divides by |o|, which passes through zero at
 initialisation; with 1e-5 a rounding difference there is amplified tenfold a step, in one process under another
@@ -21,6 +21,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from tests.conftest import ROOT, Ranks, SpawnedRanks, steps_of, write_tiny
@@ -183,6 +184,35 @@ FAULTS = {
 }
 
 
+def drawn(config: Path, count: int, seed: int, most: int) -> list[Case]:
+    """Layouts drawn from all that are legal on 2 to ``most`` ranks, with what goes beside them."""
+    from lightnet_llm.config import load_config
+    from lightnet_llm.parallel.legality import choices, problem
+
+    random = Random(seed)
+    plain, sharing = (load_config(str(config), [f"parallel.tensor_sequence_parallel={x}"]) for x in ("false", "true"))
+    legal = []
+    for world in range(2, most + 1):
+        for choice in choices(sharing, world):
+            if problem(plain, choice, world) is None and (choice.tensor > 1 or not choice.tensor_sequence_parallel):
+                legal.append((choice, world // choice.model))
+    found = []
+    for choice, data in random.sample(sorted(legal, key=str), min(count, len(legal))):
+        further = [("parallel.sequence_exchange=prefix",)] if choice.sequence > 1 else []
+        further += [TIMED, UNIFORM] if choice.pipeline > 1 else []
+        found.append(
+            Case(
+                *(choice.tensor, choice.pipeline, choice.sequence, data, choice.zero_stage),
+                shared=choice.tensor_sequence_parallel,
+                every=random.choice([0, 0, 1, 2, 3]),
+                variant=random.choice(list(VARIANTS)),
+                precision=random.choice(["fp32", "fp32", "bf16"]),
+                further=random.choice([(), *further]),
+            )
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class Result:
     """What a case gave. ``problem`` is why it misses, or empty."""
@@ -319,6 +349,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Every layout against one process.")
     parser.add_argument("--ranks", type=int, help="leave out layouts of more ranks")
     parser.add_argument("--only", nargs="*", default=[], metavar="TEXT", help="layouts whose name has one of these")
+    parser.add_argument(
+        "--random", type=int, default=0, metavar="N", help="so many drawn from all legal layouts instead"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--output", type=Path, help="write the page here")
     given = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -334,7 +368,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         matrix = Matrix(ranks, write_tiny(folder), folder)
-        for case in filter(wanted, CASES):
+        cases = drawn(matrix.config, given.random, given.seed, most) if given.random else CASES
+        for case in filter(wanted, cases):
             try:
                 rows.append(line(matrix.run(case)))
             except AssertionError as error:
@@ -343,7 +378,7 @@ def main() -> int:
             misses += not rows[-1].endswith("| ok |")
             print(rows[-1], flush=True)
         for fault, case in FAULTS.items():
-            if wanted(case):
+            if wanted(case) and not given.random:
                 faults.append(fault_line(fault, matrix.run(case, fault)))
                 misses += not faults[-1].endswith("| seen |")
                 print(faults[-1], flush=True)
@@ -351,7 +386,11 @@ def main() -> int:
     seconds = time.perf_counter() - began
     print(f"{len(rows)} layouts and {len(faults)} faults, {misses} missed, {seconds:.0f} s", flush=True)
     if given.output:
-        command = "make parity" if not given.ranks and not given.only and not gpu else "python -m tests.parallel.matrix"
+        command = (
+            "make parity"
+            if not (given.ranks or given.only or given.random or gpu)
+            else "python -m tests.parallel.matrix"
+        )
         (ROOT / given.output).write_text(page(rows, faults, where, seconds, command))
     return int(misses > 0 or not rows)
 
