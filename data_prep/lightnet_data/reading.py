@@ -191,7 +191,8 @@ def _lines_of_range(source: Source, file: BinaryIO, start: int, end: int, digest
     for line, cut in _lines(chunks):
         if cut:
             rest = line
-        elif inside:
+            break
+        if inside:
             yield line, False
         inside = True
     if not rest:
