@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lightnet_llm.config import load_config
 from lightnet_llm.errors import UserError
+from lightnet_llm.parallel.legality import legal_layout
 from lightnet_llm.parallel.segments import SegmentPlan, SequencePlace, plan_segments
 
 Case = tuple[int, int, int, list[int]]
@@ -119,7 +120,7 @@ def test_exchange_is_chosen_by_size(size: int, exchange: str, gathers: bool) -> 
 )
 def test_refusals(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError) as error:
-        load_config("lm/pile_150m", overrides)
+        legal_layout(load_config("lm/pile_150m", overrides), 8)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
