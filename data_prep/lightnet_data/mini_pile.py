@@ -11,7 +11,6 @@ import hashlib
 import html
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -29,6 +28,7 @@ import zstandard
 
 from lightnet_data.errors import DataError
 
+REGISTRY = "https://registry.npmjs.org"
 SPDX = "spdx-license-list", "6.12.0"
 PARTS = 4
 SMALL_BYTES = 2_000_000  # text of small.jsonl.zst
@@ -164,8 +164,7 @@ def fetch_npm(name: str, version: str, where: Path) -> Path:
         _run("npm", "pack", "--silent", f"{name}@{version}", where=where)
         data = (where / f"{name}-{version}.tgz").read_bytes()
     else:
-        registry = os.environ.get("npm_config_registry", "https://registry.npmjs.org").rstrip("/")
-        with urllib.request.urlopen(f"{registry}/{name}/-/{name}-{version}.tgz", timeout=60) as answer:
+        with urllib.request.urlopen(f"{REGISTRY}/{name}/-/{name}-{version}.tgz", timeout=60) as answer:
             data = answer.read()
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         archive.extractall(where / name, filter="data")
