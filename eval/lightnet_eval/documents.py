@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from lightnet_data import manifest, reading, sources
 from lightnet_data.documents import DocumentReader
+from lightnet_data.options import Options
 from lightnet_data.tokenizer import Tokenizer
 from numpy.typing import NDArray
 
@@ -99,9 +100,9 @@ def from_text(place: str | Path, tokenizer: Tokenizer, warn: Callable[[str], Non
 
     def read() -> Iterator[HeldOutDocument]:
         for source in found.files:
-            for item in reading.read(source):
+            for item in reading.read(reading.Span(source), Options()):
                 if isinstance(item, reading.Problem):
-                    if item.kind != reading.EMPTY:
+                    if item.kind not in ("empty", reading.BLANK):
                         raise UserError(item.message)
                     warn(item.message)
                     continue
