@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton import knobs
-from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
@@ -49,6 +49,7 @@ def compiled_together(key: Any, device: torch.device, run: Callable[[], Any]) ->
                 run()
         finally:
             _local.kernels = None
+            active_mode.set(None)  # where a kernel does not compile Triton leaves the mode on, with a pool that is gone
         list(pool.map(load, kernels))
 
 

@@ -118,7 +118,9 @@ def _(
     plain = {"memory_format": torch.contiguous_format}
     grads = [torch.empty_like(x, **plain) for x in (query, key, value)]
     others = [theta, initial_sum, initial_kv]
-    return *grads, *(query.new_empty(0, dtype=torch.float32) if x is None else torch.empty_like(x) for x in others)
+    return *grads, *(
+        query.new_empty(0, dtype=torch.float32) if x is None else torch.empty_like(x, **plain) for x in others
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -207,13 +209,14 @@ def causal_scan(
 @functools.lru_cache(maxsize=16)
 def _places_from_the_end(tokens: int, bounds: tuple[int, ...] | None, device: torch.device) -> Tensor:
     """int32 [1, N, 1]: -1 for the last token of its sequence, so that place 0 is the token after."""
-    places = torch.arange(tokens)
-    if bounds is None:
-        places = places - tokens
-    else:
-        edges = torch.tensor(bounds)
-        places = places - torch.repeat_interleave(edges[1:], edges.diff())
-    return places.int()[None, :, None].to(device)
+    with torch.inference_mode(False):  # kept for training as well, which saves it
+        places = torch.arange(tokens)
+        if bounds is None:
+            places = places - tokens
+        else:
+            edges = torch.tensor(bounds)
+            places = places - torch.repeat_interleave(edges[1:], edges.diff())
+        return places.int()[None, :, None].to(device)
 
 
 def causal_state(key: Tensor, value: Tensor, theta: Tensor | None, cu_seqlens: list[int] | None) -> ScanState:

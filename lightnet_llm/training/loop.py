@@ -230,6 +230,7 @@ def run(config: RunConfig, launched: bool = False) -> int:
         trainer.train()
     except UserError as error:
         if error.shared:  # all ranks are here: a checkpoint that is being written is worth finishing
+            watch.progress.begin("save")  # it may take longer than a step
             trainer.saver.wait()
         raise
     finally:  # an error message starts on a line of its own, below the progress bar

@@ -91,7 +91,7 @@ class _Maker(Thread):
             text = f"universal form of {self.checkpoint.name}"
             with tqdm(desc=text, unit="tensor", file=sys.stderr, disable=not self.shown, dynamic_ncols=True) as bar:
                 universal.make(self.checkpoint, self.manifest, lambda done, total: _show(bar, done, total))
-        except UserError as error:
+        except (UserError, OSError) as error:
             self.problem = str(error)
 
 

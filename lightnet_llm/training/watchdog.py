@@ -201,7 +201,8 @@ class Watchdog:
             failures.record(kind if first else "lost", f"{message}; stacks: {path.parent}", self.progress.step)
             if first:
                 text = f"error: rank {self.rank}: {message}; stacks of every rank that could write them: {path.parent}"
-                print(f"\n{text}", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # a launcher that died took the pipe with it
+                    print(f"\n{text}", file=sys.stderr, flush=True)
                 with contextlib.suppress(OSError):
                     (path.parent / "report.txt").write_text(text + "\n")
             self._kill_frozen()
