@@ -144,8 +144,8 @@ def additive_scan(
     exchange: sequence parallelism, see `ScanExchange`.
     backend: "auto", "reference" (O(N^2 D), the specification), "torch" or "triton" (GPU; without decay, and causally
         without key_mask; inputs bfloat16, float16 or float32, the same for all three). "auto" is "triton" for causal
-        calls on a GPU where it does the case, else "torch". "triton" never waits for the device, unless cu_seqlens lies
-        there: keep it on the CPU.
+        calls on a GPU where it does the case, else "torch". "triton" does not wait for the device, unless cu_seqlens
+        lies there: keep it on the CPU.
 
     Returns the output [B, N, H, Dv] in value's dtype (0 at masked tokens), or (output, state).
     Gradients reach every floating-point input and initial_state's sum and kv; states' max is a constant.

@@ -7,7 +7,6 @@ Nothing of the size of [B, N, H, D] is held but the tensors themselves; kernels 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import triton_bidirectional as kernels
+from .companions import on_device
 from .state import ScanState, shift_state
 from .triton_launch import launch
 
@@ -295,10 +295,6 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 and x.stride(1) * BLOCK < 2**31 else x.contiguous()
 
 
-def _guard(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
-
-
 def _launch(name: str, where: _Where, tensors: Sequence[Tensor], others: Sequence[Optional], **extra: Any) -> None:
     """Run a kernel over all pieces. `tensors` [B, N, H, width] come with their strides, `others` without."""
     if not where.plan.pieces or not where.shape.heads:
@@ -361,7 +357,7 @@ def scan_op(
     """Output, and for the backward pass maximum, mass and G of every sequence."""
     shape = _shape(query, key.shape[3], value.shape[3], theta)
     query, key, value = _rows(query), _rows(key), _rows(value)
-    with _guard(query):
+    with on_device(query):
         where = _where(shape, theta, places, mask, bounds, query.device)
         output = _empty(value, shape.V)
         if not where.plan.fused:
@@ -400,7 +396,7 @@ def scan_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     shape = _shape(query, key.shape[3], value.shape[3], theta)
     query, key, value, grad = _rows(query), _rows(key), _rows(value), _rows(grad)
-    with _guard(query):
+    with on_device(query):
         where = _where(shape, theta, places, mask, bounds, query.device)
         grad_query, grad_key, grad_value = _empty(query, shape.D), _empty(key, shape.D), _empty(value, shape.V)
         grads = (grad_query, grad_key, grad_value)
@@ -460,7 +456,7 @@ def states_op(
     """Maximum, mass and weighted values of every sequence's tokens, float32, angle 0 at place 0."""
     shape = _shape(key, key.shape[3], value.shape[3], theta)
     key, value = _rows(key), _rows(value)
-    with _guard(key):
+    with on_device(key):
         return _collect(key, value, _where(shape, theta, places, mask, bounds, key.device, split=True), False)
 
 
@@ -478,7 +474,7 @@ def states_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shape = _shape(key, key.shape[3], value.shape[3], theta)
     key, value = _rows(key), _rows(value)
-    with _guard(key):
+    with on_device(key):
         where = _where(shape, theta, places, mask, bounds, key.device, split=True)
         grad_key, grad_value = _empty(key, shape.D), _empty(value, shape.V)
         torques = _torque(where, 1)
@@ -518,7 +514,7 @@ def read_op(
     """phi(q) read from G [sequences, H, D or 2D, Dv] float32."""
     shape = _shape(query, query.shape[3], state.shape[3], theta)
     query = _rows(query)
-    with _guard(query):
+    with on_device(query):
         where = _where(shape, theta, places, mask, bounds, query.device, split=True)
         output = _empty(query, shape.V)
         _launch("read_pieces", where, (query, output), (state.to(shape.operand).contiguous(),), SILU=activation)
@@ -540,7 +536,7 @@ def read_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shape = _shape(query, query.shape[3], state.shape[3], theta)
     query, grad = _rows(query), _rows(grad)
-    with _guard(query):
+    with on_device(query):
         where = _where(shape, theta, places, mask, bounds, query.device, split=True)
         grad_query = _empty(query, shape.D)
         torques = _torque(where, 1)

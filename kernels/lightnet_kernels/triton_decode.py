@@ -7,7 +7,6 @@ goes, one pass over kv.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .companions import on_device
 from .state import ToeplitzState
 from .triton_parts import activated
 
@@ -225,10 +225,6 @@ def unsupported(x: Tensor) -> str | None:
     return None
 
 
-def _guard(x: Tensor) -> Any:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-
-
 def decode_step(state: Any, query: Tensor, key: Tensor, value: Tensor, silu: bool) -> Tensor:
     """See `decode.decode_step`; the state is a `decode.DecodeState`."""
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
@@ -243,7 +239,7 @@ def decode_step(state: Any, query: Tensor, key: Tensor, value: Tensor, silu: boo
     padded = max(16, triton.next_power_of_2(width))
     # Few heads in all: their values are cut up, so that all of the card reads.
     part = min(padded, 128 if batch * heads >= 512 else 32)
-    with _guard(query):
+    with on_device(query):
         block_weights[(batch * heads, parts)](
             query, key, state.max, state.sum, state.kv, state.sum_low, state.kv_low, state.keys, state.values, state.count,
             slot, weights, state.angles, state.turn, *query.stride()[:2], *key.stride()[:2], heads,
@@ -264,7 +260,7 @@ def toeplitz_step(state: ToeplitzState, x: Tensor, decay: Tensor, gain: Tensor) 
     if not y.numel():
         return y
     together = 4 if batch * channels >= 2**15 else 1  # sequences for which a program loads its parameters once
-    with _guard(x):
+    with on_device(x):
         toeplitz_token[(triton.cdiv(channels, 16), triton.cdiv(batch, together))](
             state.hidden, state.length, x, decay.float().contiguous(), gain.float().contiguous(), y, *x.stride(),
             batch, channels, E=rank, EP=triton.next_power_of_2(rank), BD=16, NB=together, num_warps=4,

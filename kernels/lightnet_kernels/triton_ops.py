@@ -6,7 +6,6 @@ returns tensors only: what is not asked for comes back empty.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from . import triton_bidirectional_scan, triton_scan
 from .checks import check_cu_seqlens
+from .companions import on_device
 from .state import ScanState
 from .triton_launch import compiled_together
 
@@ -26,10 +26,6 @@ FORWARD = f"(Tensor query, Tensor key, Tensor value, {OPTIONAL}, bool silu, bool
 SAVED = "Tensor kv, Tensor enter, Tensor leave, Tensor mass, Tensor flag, Tensor? cos, Tensor? sin, Tensor? turn"
 FINAL = "Tensor? final_max, Tensor? final_kv, Tensor? grad_sum, Tensor? grad_kv"
 BACKWARD = f"(Tensor grad, Tensor query, Tensor key, Tensor value, {OPTIONAL}, {SAVED}, {FINAL}, bool silu)"
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _bounds(cu_seqlens: Tensor | None, query: Tensor) -> tuple[int, ...] | None:
@@ -56,7 +52,7 @@ def _forward(
         query, key, value, None if theta is None else theta.contiguous(),
         _group(initial_max, initial_sum, initial_kv), _bounds(cu_seqlens, query), silu, return_state,
     )  # fmt: skip
-    with _on(query.device):
+    with on_device(query):
         compiled_together(("forward", *_case(query, value, *arguments[3:5], silu, return_state)), query.device,
                           lambda: triton_scan.forward(*arguments))  # fmt: skip
         output, state, found = triton_scan.forward(*arguments)
@@ -95,7 +91,7 @@ def _gradients(
         triton_scan.Blocks(kv, enter, leave, mass, flag, cos, sin, turn),
         None if final is None else triton_scan.StateGrads(*final),
     )  # fmt: skip
-    with _on(query.device):
+    with on_device(query):
         compiled_together(("backward", *_case(query, value, *arguments[4:6], silu, final is None)), query.device,
                           lambda: triton_scan.backward(*arguments))  # fmt: skip
         grads = triton_scan.backward(*arguments)

@@ -3,8 +3,8 @@
 Forward: chains of blocks leave the state that every block finds (`chain_states`), then all blocks give their outputs at
 once. Backward: queries, all blocks at once; chains from the end with gradients; then keys, then values, all blocks at
 once. Where sequences are long and heads few a sequence is cut into spans, whose chains run twice: first to know what each
-span adds. Nothing waits for the device. For the backward pass the inputs and the blocks' states are kept: one state for
-every BLOCK tokens, in the operands' dtype.
+span adds. Nothing waits for the device; a new cut into blocks is sent to it once. For the backward pass the inputs and the
+blocks' states are kept: one state for every BLOCK tokens, in the operands' dtype.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ def backward(
     grad_theta = None if theta is None else torch.zeros_like(theta)
     if not blocks or not heads:
         if final is not None and first is not None:
-            first, pushed = final.grad_kv, -final.grad_sum
+            first, pushed = final.grad_kv.clone(), -final.grad_sum
         return (*grads, grad_theta, None if pushed is None else -pushed, first)
     asked = torch.empty_like(found.kv)
     own, pressure = torch.empty_like(found.mass), torch.empty_like(found.mass)

@@ -67,13 +67,13 @@ def tables(
         ],
         1,
     )
-    on = {"dtype": torch.int32, "device": device}
+    on = {"dtype": torch.int32, "device": device, "non_blocking": True}
     return Tables(
         blocks.to(**on),
         spans.to(**on),
         torch.stack([starts, counts], 1).to(**on),
         torch.stack([span_counts.cumsum(0) - span_counts, span_counts], 1).to(**on),
-        lengths.to(device),
+        lengths.to(device, non_blocking=True),
         span,
         bool((span_counts > 1).any()),
     )

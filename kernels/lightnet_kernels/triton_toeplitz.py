@@ -6,7 +6,6 @@ the tensors themselves and their channel-by-channel copies, memory holds one sta
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import triton
 from torch import Tensor
 
 from . import triton_toeplitz_kernels as kernels
+from .companions import on_device
 from .state import ToeplitzState
 from .toeplitz_torch import decay_powers
 
@@ -116,10 +116,6 @@ def _final_state(
     return ToeplitzState(hidden, table.lengths.clone() if initial is None else initial.length + table.lengths)
 
 
-def _guard(x: Tensor) -> Any:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-
-
 class _Constants(NamedTuple):
     """What the kernels take of lambda and b, and their compile-time arguments."""
 
@@ -195,7 +191,7 @@ def toeplitz_rows(
         last.zero_() if initial is None else last.copy_(initial)
     if not count or not channels:
         return y, last, carry
-    with _guard(x):
+    with on_device(x):
         constants = _constants(decay, gain)
         packed = _pack(x, rows, reverse)
         out = torch.empty_like(packed) if need_output else packed
@@ -262,7 +258,7 @@ def toeplitz_rows_backward(
         grad_initial.zero_() if grad_last is None else grad_initial.copy_(grad_last)
     if not count or not channels:
         return grad_x, grad_decay.zero_(), grad_gain.zero_(), grad_initial
-    with _guard(x):
+    with on_device(x):
         constants = _constants(decay, gain)
         packed, grad_packed = _pack(x, rows, reverse), _pack(grad, rows, reverse)
         grad_rows = torch.empty_like(packed)

@@ -5,7 +5,7 @@ import torch
 from lightnet_kernels import additive_scan
 
 from tests.unit.kernels import bidirectional_table as table
-from tests.unit.kernels.kernel_oracle import make, relative
+from tests.unit.kernels.kernel_oracle import make
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 pytest.importorskip("triton")
@@ -132,4 +132,3 @@ def test_memory():
     extra = torch.cuda.max_memory_allocated() - before
     states = 5 * 8 * 16 * 144 * 72 * 4  # four pieces of a sequence, and their sum
     assert extra < 1.1 * (sum(x.nbytes for x in (output, *grads)) + states)
-    assert all(relative(x, x) == 0.0 for x in grads)
