@@ -136,23 +136,46 @@ def collectives_entered() -> dict[str, tuple[int, list[int]]]:
     return found
 
 
+def _namespace() -> str:
+    """Where a process id means something: host name, the kernel's boot and the namespace of process ids. Containers and
+    copies of a virtual machine may share the first."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # no Linux
+        return socket.gethostname()
+
+
+def _born(pid: int) -> float:
+    """When a process began, in the kernel's ticks since boot: a clock that is set does not move them."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return psutil.Process(pid).create_time()  # no Linux, or gone
+    return float(text.rpartition(")")[2].split()[19])
+
+
 class Identity:
-    """Host, process id and start time of a rank: what tells a live rank from a dead one on the same host."""
+    """Host, process id and start of a rank: what tells a live rank from a dead one on the same host."""
 
     def __init__(self) -> None:
         self.host, self.pid = socket.gethostname(), os.getpid()
-        self.born = psutil.Process().create_time()
+        self.namespace, self.born = _namespace(), _born(os.getpid())
 
     def as_dict(self) -> dict[str, Any]:
         """For a record that travels as JSON."""
-        return {"host": self.host, "pid": self.pid, "born": self.born}
+        return {"host": self.host, "namespace": self.namespace, "pid": self.pid, "born": self.born}
+
+    def shares(self, record: dict[str, Any]) -> bool:
+        """Whether a record's process id can be looked up here."""
+        return bool(record["namespace"] == self.namespace)
 
     def process_of(self, record: dict[str, Any]) -> psutil.Process | None:
-        """The live process of another rank's record, or None when it is gone; only for records of this host."""
+        """The live process of another rank's record, or None when it is gone; only for records that this host shares."""
         try:
             process = psutil.Process(record["pid"])
-            if abs(process.create_time() - record["born"]) > 1 or process.status() == psutil.STATUS_ZOMBIE:
+            if _born(process.pid) != record["born"] or process.status() == psutil.STATUS_ZOMBIE:
                 return None
             return process
-        except psutil.Error:
+        except (psutil.Error, OSError):
             return None

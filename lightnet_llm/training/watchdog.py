@@ -28,6 +28,7 @@ from .progress import Identity, Progress, collectives_entered, device_collective
 
 SHORTEST, SLOWER, COMPILING = 45.0, 5.0, 3  # seconds; times the slowest recent step; steps of a start that may compile
 TICK = 1.0  # seconds between records
+HURRIED = 0.2  # the same while there is something to say or somebody to meet
 STALL = 2.0  # seconds without a note after which a rank says in detail where it is and listens to the others
 SILENT = 3.0  # seconds after which a rank counts as silent when it is asked why nothing moves
 GRACE = 10.0  # seconds for a rank to end by itself after another one said that it failed
@@ -66,6 +67,7 @@ class Watchdog:
         self.noticed = 0.0
         self.contact = time.monotonic()  # when the store last answered
         self._said: dict[str, Any] | None = None  # what this rank wants to say
+        self._complained = False
         self._left = threading.Event()
         self._closed = threading.Event()
         self._ending = threading.Lock()
@@ -102,12 +104,15 @@ class Watchdog:
                 self.contact = time.monotonic()
                 if self.world <= SMALL or time.monotonic() - self.progress.moved > STALL:
                     self._listen(store, prefix)
-            except (RuntimeError, ValueError):  # torch's store errors are RuntimeErrors; the store may be gone for good
+            except Exception as error:
                 store = None
+                if not isinstance(error, (RuntimeError, ValueError)):  # torch's store errors, which may last
+                    self._complain(error)
             if self._left.is_set():
                 self._closed.set()
                 return
-            (self._left if self._said is None else self._closed).wait(wait if self._said is None else 0.2)
+            met = self.world > SMALL or len(self.peers) == self.world - 1  # who is never met cannot be named or ended
+            (self._left if self._said is None else self._closed).wait(wait if met and self._said is None else HURRIED)
 
     def _listen(self, store: Any, prefix: str) -> None:
         others = [rank for rank in range(self.world) if rank != self.rank]
@@ -130,8 +135,19 @@ class Watchdog:
     # The thread that judges -------------------------------------------------------------------------------------------
     def _watch(self) -> None:
         while not self._closed.wait(TICK / 2):
-            with contextlib.suppress(RuntimeError):  # a mapping that the other thread changes just now
+            try:
                 self._look()
+            except RuntimeError:  # a mapping that the other thread changes just now
+                continue
+            except Exception as error:
+                self._complain(error)
+
+    def _complain(self, error: Exception) -> None:
+        """Say once what went wrong in the watchdog itself: it goes on watching."""
+        if not self._complained:
+            self._complained = True
+            with contextlib.suppress(OSError):
+                print(f"warning: watchdog of rank {self.rank}: {error!r}; it goes on", file=sys.stderr, flush=True)
 
     def _look(self) -> None:
         now, progress = time.monotonic(), self.progress
@@ -164,7 +180,7 @@ class Watchdog:
 
     def _dead(self) -> set[int]:
         """Ranks on this host whose process is gone although they never said that they leave."""
-        here = {r: p for r, p in self.peers.items() if p["host"] == self.identity.host and not p["left"]}
+        here = {r: p for r, p in self.peers.items() if self.identity.shares(p) and not p["left"]}
         return {rank for rank, record in here.items() if self.identity.process_of(record) is None}
 
     def _lost(self, ranks: set[int], how: str) -> str:
@@ -178,7 +194,7 @@ class Watchdog:
         records = {**self.peers, self.rank: self._record()}
         for rank in silent:
             record = records[rank]
-            if record["host"] == self.identity.host and (process := self.identity.process_of(record)) is not None:
+            if self.identity.shares(record) and (process := self.identity.process_of(record)) is not None:
                 with contextlib.suppress(psutil.Error):
                     record["state"] = process.status()
         late = late_ranks(records, silent)
@@ -188,7 +204,13 @@ class Watchdog:
 
     # The end ----------------------------------------------------------------------------------------------------------
     def _end(self, kind: str, message: str) -> NoReturn:
-        """Say it, dump all stacks, leave nothing behind and go."""
+        """Say it, dump all stacks, leave nothing behind and go, whatever fails on the way."""
+        try:
+            self._say(kind, message)
+        finally:
+            os._exit(failures.HUNG)
+
+    def _say(self, kind: str, message: str) -> None:
         with self._ending:
             own = self.notice is None
             if own:
@@ -209,7 +231,6 @@ class Watchdog:
             end_children()
             # The others must hear of it first; whoever holds the store goes last.
             time.sleep(3 * TICK if self.rank == 0 else 2 * TICK if first else TICK)
-            os._exit(failures.HUNG)
 
     def _dump(self) -> Path:
         path = self.folder / f"rank_{self.rank:05d}.txt"
@@ -227,7 +248,7 @@ class Watchdog:
     def _kill_frozen(self) -> None:
         """A stopped process takes no signal but this one, and would stay behind."""
         for record in list(self.peers.values()):
-            if record["host"] == self.identity.host and (process := self.identity.process_of(record)) is not None:
+            if self.identity.shares(record) and (process := self.identity.process_of(record)) is not None:
                 with contextlib.suppress(psutil.Error):
                     if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                         process.kill()
@@ -243,7 +264,7 @@ class Watchdog:
         if self.config.step_seconds == 0:
             return
         self._said = {"kind": "failed", "rank": self.rank, "message": f"rank {self.rank} ended: {message}"}
-        deadline = time.monotonic() + 3.0
+        deadline = time.monotonic() + 6.0
         while self.notice is None and time.monotonic() < deadline and not self._closed.is_set():
             time.sleep(0.05)
         if self.rank == 0 and self.world > 1:
@@ -253,16 +274,19 @@ class Watchdog:
         """Why a collective of this rank may have failed: what another rank said, or one that is gone; waits a moment."""
         self.progress.moved = min(self.progress.moved, time.monotonic() - 2 * STALL)  # listen to the others
         deadline = time.monotonic() + (seconds if self.config.step_seconds != 0 else 0)
+        dead: set[int] = set()
+        asked = 0
         while time.monotonic() < deadline:
             if self.ending:
                 time.sleep(60)
             if self.notice is not None and self.notice["rank"] != self.rank:
                 return str(self.notice["message"])
-            dead = self._dead()
-            if dead:
-                return self._lost(dead, "killed or crashed")
+            if not dead:
+                dead, asked = self._dead(), self.beats
+            elif self.beats > asked + 1:  # what it said before it went has been asked for since, and there is nothing
+                break
             time.sleep(0.1)
-        return None
+        return self._lost(dead, "killed or crashed") if dead else None
 
     def leave(self) -> None:
         """This rank has done its work: nobody need wait for it or miss it."""

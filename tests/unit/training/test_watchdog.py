@@ -7,8 +7,8 @@ import pytest
 
 from lightnet_llm.config.run import WatchdogConfig
 from lightnet_llm.training.late import describe, late_ranks
-from lightnet_llm.training.progress import Progress, waiting_in
-from lightnet_llm.training.watchdog import step_limit
+from lightnet_llm.training.progress import Identity, Progress, waiting_in
+from lightnet_llm.training.watchdog import Watchdog, step_limit
 
 
 def rank(number: int, collective: str | None, step: int = 5, **groups: tuple[int, list[int]]) -> dict[str, Any]:
@@ -91,3 +91,51 @@ def test_where_the_main_thread_is() -> None:
     thread.join()
     ((collective, place),) = found
     assert collective is None and place.startswith("tests/unit/training/test_watchdog.py:")
+
+
+def test_a_rank_is_looked_up_only_where_its_process_id_means_something():
+    own = Identity()
+    record = own.as_dict()
+    assert own.shares(record) and own.process_of(record) is not None
+    assert not own.shares(record | {"namespace": record["namespace"] + "another container"})
+    assert own.process_of(record | {"born": record["born"] + 1}) is None  # the id was given to another process
+    assert own.process_of(record | {"pid": 2**22 + 1}) is None
+
+
+def test_the_watch_goes_on_after_an_error_of_its_own(tmp_path, capfd):
+    watch = Watchdog(WatchdogConfig(step_seconds=0), tmp_path, 0, 1)
+    calls = []
+
+    def look():
+        calls.append(0)
+        if len(calls) == 3:
+            watch._closed.set()
+        raise KeyError("host")
+
+    watch._look = look
+    watch._watch()
+    assert len(calls) == 3
+    assert capfd.readouterr().err == "warning: watchdog of rank 0: KeyError('host'); it goes on\n"
+
+
+@pytest.mark.parametrize("spoke", [True, False])
+def test_a_rank_that_is_gone_had_time_to_say_why(spoke: bool, tmp_path) -> None:
+    """Its process may be seen to be gone before its last word, which lies in the store, is read."""
+    watch = Watchdog(WatchdogConfig(step_seconds=0), tmp_path, 0, 2)
+    watch.config = WatchdogConfig()
+    watch.peers[1] = {**watch.identity.as_dict(), "pid": 2**22 + 1, "left": False, "at": "step 8", "beats": 1}
+    rounds = threading.Event()
+
+    def exchange() -> None:
+        for beat in range(1, 5):
+            rounds.wait(0.3)
+            if beat == 2 and spoke:
+                watch.notice = {"kind": "failed", "rank": 1, "message": "rank 1 ended: a bug"}
+            watch.beats = beat
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    cause = watch.cause(seconds=30)
+    thread.join()
+    lost = f"lost rank 1 (host {watch.identity.host}, pid {2**22 + 1}): killed or crashed, last seen in step 8"
+    assert cause == ("rank 1 ended: a bug" if spoke else lost)
