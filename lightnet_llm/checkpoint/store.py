@@ -91,7 +91,8 @@ def seal(written: Path, final: Path, facts: dict[str, Any]) -> None:
         str(path.relative_to(written)): {"bytes": path.stat().st_size, "xxh3_128": _checksum(path)} for path in files
     }
     write_text(written / MANIFEST, json.dumps({**facts, "files": listing}, indent=1))
-    sync(written)
+    for folder in [*(path for path in written.rglob("*") if path.is_dir()), written]:
+        sync(folder)
     if final.exists():
         before = final.with_name(f".{final.name}.removed")
         shutil.rmtree(before, ignore_errors=True)

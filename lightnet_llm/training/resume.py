@@ -13,6 +13,7 @@ from ..checkpoint import randomness, store, universal
 from ..errors import UserError
 from ..parallel.agreement import Agreement
 from .engine import Engine
+from .progress import Progress
 from .start import Start, warn
 
 
@@ -30,7 +31,7 @@ def resume(engine: Engine, start: Start, seed: int, ranks: Agreement) -> None:
     if start.moves:
         layout = start.manifest["layout"]
         ranks.log(f"{start.checkpoint} was written by {_describe(layout)}, ZeRO {start.manifest['zero_stage']}")
-        engine.load_universal(_universal_form(start, ranks), state.step, state.samples)
+        engine.load_universal(_universal_form(start, ranks, engine.progress), state.step, state.samples)
     else:
         engine.load(start.checkpoint)
     if kept.is_file() and not start.moves:
@@ -44,7 +45,7 @@ def _describe(layout: dict[str, int]) -> str:
     return " x ".join(f"{name} {layout[name]}" for name in ("tensor", "pipeline", "sequence", "data"))
 
 
-def _universal_form(start: Start, ranks: Agreement) -> Path:
+def _universal_form(start: Start, ranks: Agreement, progress: Progress) -> Path:
     """The universal form, made first where a host cannot see it: by rank 0, then by one rank of each other host."""
     assert start.checkpoint is not None
     first_of_host = int(os.environ.get("LOCAL_RANK", "0")) == 0
@@ -53,7 +54,11 @@ def _universal_form(start: Start, ranks: Agreement) -> Path:
         worker = _Maker(start.checkpoint, start.manifest, shown=ranks.rank == 0)
         if makes:
             worker.start()
+        seen = 0
         while ranks.any(worker.is_alive()):  # a short exchange at a time, so that no collective times out
+            if ranks.any(worker.done != seen):  # it moves: the watchdog's time for a start begins again
+                seen = worker.done
+                progress.begin("start")
             time.sleep(0.1)
         problem = problem or worker.problem
     if ranks.any(bool(problem)):
@@ -75,7 +80,7 @@ class _Maker(Thread):
     def __init__(self, checkpoint: Path, manifest: dict[str, Any], shown: bool):
         super().__init__(name="universal form", daemon=True)
         self.checkpoint, self.manifest, self.shown = checkpoint, manifest, shown
-        self.problem = ""
+        self.problem, self.done = "", 0
 
     def run(self) -> None:
         found = universal.whole(self.checkpoint)
@@ -90,11 +95,10 @@ class _Maker(Thread):
 
             text = f"universal form of {self.checkpoint.name}"
             with tqdm(desc=text, unit="tensor", file=sys.stderr, disable=not self.shown, dynamic_ncols=True) as bar:
-                universal.make(self.checkpoint, self.manifest, lambda done, total: _show(bar, done, total))
+                universal.make(self.checkpoint, self.manifest, lambda done, total: self._show(bar, done, total))
         except (UserError, OSError) as error:
             self.problem = str(error)
 
-
-def _show(bar: Any, done: int, total: int) -> None:
-    bar.total = total
-    bar.update(done - bar.n)
+    def _show(self, bar: Any, done: int, total: int) -> None:
+        self.done, bar.total = done, total
+        bar.update(done - bar.n)
