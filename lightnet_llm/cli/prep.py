@@ -37,7 +37,13 @@ import click
 @click.option(
     "--read-as", type=click.Choice(["text", "jsonl", "parquet", "tar"]), help="Format of files of another suffix."
 )
-@click.option("--executor", type=click.Choice(["local", "slurm", "ray"]), default="local", show_default=True)
+@click.option(
+    "--executor",
+    type=click.Choice(["local", "slurm", "ray"]),
+    default="local",
+    show_default=True,
+    help="Where parts are worked on. slurm and ray are experimental: they have not been run on a cluster yet.",
+)
 @click.option(
     "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Setting of the executor: time, partition, ..."
 )
@@ -73,9 +79,10 @@ def prep(
 ) -> None:
     """Turn text into token shards that training reads.
 
-    INPUT is a file, a folder or a quoted pattern. A .jsonl file has one document in the field "text" of each line; any
-    other file named is one document of UTF-8 text; .gz and .zst behind either are undone. A folder is searched for
-    .jsonl, .txt, .md, .rst, source code and the like. Without --tokenizer a lossless SentencePiece one is trained.
+    INPUT is a file, a folder, a quoted pattern or a URL. A .jsonl file has one document in the field "text" of each line,
+    .parquet and .tar files (WebDataset) one in each record; a file of text or source code is one document; .gz and .zst
+    behind them are undone. A file of another suffix needs --read-as. A folder is searched for all of these. Without
+    --tokenizer a lossless SentencePiece one is trained.
     """
     if "torch" not in sys.modules:
         # Nothing is compiled here, and importing torch._dynamo is a third of megatron-core's import.
