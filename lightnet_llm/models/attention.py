@@ -45,10 +45,16 @@ class LightNetAttention(nn.Module):
         inside = enter(x)
         shape = (*inside.shape[:2], self.heads, -1)
         query, key, value = self.qkv(inside).view(*inside.shape[:2], self.heads, 3, self.head_width).unbind(-2)
-        gate = self.gate_up(enter(self.gate_down(x))).view(shape)
+        gates: list[Tensor] = []
+
+        def gate() -> None:  # needs nothing of other ranks, so it is computed while their states are on the way
+            gates.append(self.gate_up(enter(self.gate_down(x))).view(shape))
+
+        if context.exchange is None:
+            gate()
         if context.decode:
             out = decode_step(state, query[:, 0], key[:, 0], value[:, 0])[:, None]
-            return self.output(self.norm(out, gate).flatten(-2)), None
+            return self.output(self.norm(out, gates[0]).flatten(-2)), None
         decay = None
         if self.config.decay == "independent":
             decay = self.decay_up(enter(self.decay_down(x))).view(shape)
@@ -65,7 +71,7 @@ class LightNetAttention(nn.Module):
             initial_state=state,
             causal=self.config.causal,
             return_state=return_state,
-            exchange=context.exchange and context.exchange.scan(theta),
+            exchange=context.exchange and context.exchange.scan(theta, meanwhile=gate),
         )
         out, after = result if return_state else (result, None)
-        return self.output(self.norm(out, gate).flatten(-2)), after
+        return self.output(self.norm(out, gates[0]).flatten(-2)), after

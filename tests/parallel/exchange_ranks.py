@@ -13,6 +13,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from lightnet_llm.parallel.segments import SegmentPlan, SequencePlace, plan_segments
 from lightnet_llm.parallel.sequence import SequenceExchange
+from tests.unit.kernels.kernel_oracle import expected
 
 HEADS, WIDTH, VALUES, CHANNELS, RANK = 6, 8, 6, 10, 3
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 1e-2}
@@ -93,9 +95,12 @@ class Rows:
 
     def compare(
         self, run: Callable[..., Tensor], one: Callable[..., Tensor], inputs: dict[str, Tensor],
-        shared: dict[str, Tensor], tolerance: float,
+        shared: dict[str, Tensor], tolerance: float, sizes: dict[str, Tensor],
     ) -> None:  # fmt: skip
-        """Outputs, gradients of inputs, and the sum over ranks of the shared parameters' gradients."""
+        """Outputs, gradients of inputs, and the sum over ranks of the shared parameters' gradients.
+
+        `sizes` of gradients whose terms cancel: their errors are measured against the terms.
+        """
         upstream = inputs.pop("upstream")
         real = self._present(upstream)
         leaves = {name: self.mine(x).requires_grad_() for name, x in inputs.items()}
@@ -114,10 +119,7 @@ class Rows:
 
         close("output", output * real[..., :1], mine(wanted) * real[..., :1], tolerance, wanted)
         for name, grad, other in zip([*leaves, *parameters], grads, wanted_grads, strict=True):
-            size = other.norm() + wanted_grads[0].norm()
-            if name == "theta":  # a sum of places times how much each query turns, which cancel
-                turns = wanted_grads[0].reshape(self.rows, self.tokens, -1).movedim(1, 2)
-                size = size + (turns * torch.arange(self.tokens, device=turns.device)).norm()
+            size = sizes[name] if name in sizes else other.norm()
             if name in parameters:
                 grad = grad.clone()
                 dist.all_reduce(grad, group=self.place.group)
@@ -158,7 +160,22 @@ def check_scan(
     def one(theta: Tensor | None = None, **x: Tensor) -> Tensor:
         return additive_scan(**x, theta=theta, causal=causal, cu_seqlens=rows.bounds, backend="torch")  # type: ignore
 
-    rows.compare(run, one, inputs, shared, tolerance(dtype, place))
+    rows.compare(run, one, inputs, shared, tolerance(dtype, place), sizes_of(rows, inputs, shared, causal))
+
+
+def sizes_of(rows: Rows, inputs: dict[str, Tensor], shared: dict[str, Tensor], causal: bool) -> dict[str, Tensor]:
+    """The oracle's yardsticks of key and theta, over all segments."""
+    edges = torch.arange(rows.rows + 1) * rows.tokens if rows.bounds is None else rows.bounds
+    flat = {name: x.double().cpu().flatten(0, 1) for name, x in inputs.items()}
+    found: dict[str, list[Tensor]] = {}
+    for start, end in pairwise(edges.tolist()):
+        if start < end:
+            part = {name: x[None, start:end] for name, x in flat.items()}
+            upstream = part.pop("upstream")
+            sizes = expected({**part, **{k: x.double().cpu() for k, x in shared.items()}}, upstream, causal)[2]
+            for name in ("key", "theta") if shared else ("key",):
+                found.setdefault(name, []).append(sizes[name])
+    return {name: torch.stack(x).norm() for name, x in found.items()}
 
 
 def check_toeplitz(case: str, place: SequencePlace, bidirectional: bool, device: str, backend: str, dtype: Any) -> None:
@@ -177,7 +194,7 @@ def check_toeplitz(case: str, place: SequencePlace, bidirectional: bool, device:
     def one(x: Tensor, decay: Tensor, gain: Tensor) -> Tensor:
         return toeplitz_scan(x, decay, gain, bidirectional=bidirectional, cu_seqlens=rows.bounds, backend="torch")  # type: ignore
 
-    rows.compare(run, one, inputs, {"decay": decay, "gain": gain}, tolerance(dtype, place))
+    rows.compare(run, one, inputs, {"decay": decay, "gain": gain}, tolerance(dtype, place), {})
 
 
 def tolerance(dtype: Any, place: SequencePlace) -> float:
