@@ -6,6 +6,7 @@ only then renamed to ``step_00000100``; the file ``latest`` moves last. Reading 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -82,7 +83,7 @@ def commit(root: Path, step: int, facts: dict[str, Any]) -> Path:
 def seal(written: Path, final: Path, facts: dict[str, Any]) -> None:
     """List a written folder's files with sizes and checksums in its manifest, and rename it to ``final``.
 
-    A ``final`` that exists (the same step saved again, after a resume) is renamed away first, never half deleted.
+    A ``final`` that exists (the same step saved again, after a resume) changes places with it at once.
     """
     files = sorted(path for path in written.rglob("*") if path.is_file())
     for path in files:
@@ -96,12 +97,24 @@ def seal(written: Path, final: Path, facts: dict[str, Any]) -> None:
     if final.exists():
         before = final.with_name(f".{final.name}.removed")
         shutil.rmtree(before, ignore_errors=True)
-        final.rename(before)
-        written.rename(final)
+        if _exchange(written, final):
+            written.rename(before)
+        else:
+            final.rename(before)
+            written.rename(final)
         shutil.rmtree(before, ignore_errors=True)
     else:
         written.rename(final)
     sync(final.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two names change places at once; False where the system or the file system (NFS) cannot."""
+    function = getattr(ctypes.CDLL(None), "renameat2", None)
+    if function is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(function(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -168,8 +181,14 @@ def set_aside_newer(root: Path, whole: Path) -> list[Path]:
 
 
 def prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:
-    """Delete all but the newest ``keep_last`` checkpoints and those at multiples of ``keep_every``; returns them."""
+    """Delete all but the newest ``keep_last`` checkpoints and those at multiples of ``keep_every``; returns them.
+
+    Damaged ones that were set aside go, too, once a whole one of their step or later is there.
+    """
     removed = []
+    for damaged in root.glob(".step_*.damaged"):
+        if any(damaged.name.removesuffix(".damaged")[1:] <= folder.name for folder in listed(root)[-1:]):
+            shutil.rmtree(damaged, ignore_errors=True)
     for folder in listed(root)[:-keep_last]:
         step = int(folder.name.removeprefix("step_"))
         if keep_every and step % keep_every == 0:

@@ -137,3 +137,27 @@ def test_a_host_cut_off_in_mid_run(hosts: Hosts, ranks: SpawnedRanks, tiny: Path
     process = hosts.start(0, command, tmp_path / "second.log")
     assert process.wait(timeout=150) == 0, (tmp_path / "second.log").read_text()[-3000:]
     assert steps_of(read_metrics(run), *FIELDS) == whole
+
+
+def test_a_restart_goes_on_without_the_lost_host(hosts: Hosts, ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+    """`--restarts`: the host that no longer answers is left out, the global batch stays, and the losses are the same."""
+    hosts.serve_ssh()
+    common = ["train.steps=60", "checkpoint.interval=5", "validation.interval=0", "train.global_batch=12"]
+    whole = steps_of(ranks.train(3, tiny, common, tmp_path, "whole"), "loss", "samples")
+    command = [*LIGHTNET, "train", str(tiny), "--hostfile", str(hostfile(hosts, [1, 1, 1]))]
+    command += ["--restarts", "2", "--back-off", "1", f"train.output={tmp_path}", "train.name=run", *common]
+    run, log = tmp_path / "run", tmp_path / "log"
+    process = hosts.start(0, [*command, "watchdog.step_seconds=20"], log)
+    wait_for_step(run, 8, process, log)
+    hosts.cut(2)
+    assert process.wait(timeout=240) == 0, log.read_text()[-3000:]
+    text = log.read_text()
+    assert f"supervisor: hosts gone: {hosts.addresses[2]}" in text, text[-3000:]
+    assert "supervisor: going on with 2 of 3 ranks; the global batch stays" in text
+    rows = read_metrics(run)
+    events = [row for row in rows if row.get("event") in ("failed", "restarted")]
+    assert [row["event"] for row in events] == ["failed", "restarted"] and events[1]["world"] == 2
+    found = steps_of(rows, "loss", "samples")
+    assert list(found) == list(whole) and [x[1] for x in found.values()] == [x[1] for x in whole.values()]
+    assert max(abs(found[step][0] - whole[step][0]) for step in whole) < 1e-5
+    assert not ours(str(run)), "processes were left behind"

@@ -21,14 +21,16 @@ BF16 = ("train.precision=bf16",)
 
 
 def layout(text: str) -> tuple[int, list[str]]:
-    """Ranks and overrides from ``tp2 pp2 sp2 dp2 z1 mb4``; what is not named is 1 (micro-batch 2)."""
-    sizes = {"tp": 1, "pp": 1, "sp": 1, "dp": 1, "z": 1, "mb": 2}
+    """Ranks and overrides from ``tp2 pp2 sp2 dp2 z1 mb4 ts1``; what is not named is 1 (micro-batch 2; ts, token shards, 0)."""
+    sizes = {"tp": 1, "pp": 1, "sp": 1, "dp": 1, "z": 1, "mb": 2, "ts": 0}
     for word in text.split():
         name = word.rstrip("0123456789")
         sizes[name] = int(word[len(name) :])
     fields = {"tensor": "tp", "pipeline": "pp", "sequence": "sp", "zero_stage": "z"}
     overrides = [f"parallel.{field}={sizes[short]}" for field, short in fields.items()]
-    return sizes["tp"] * sizes["pp"] * sizes["sp"] * sizes["dp"], [*overrides, f"train.micro_batch={sizes['mb']}"]
+    overrides += [f"train.micro_batch={sizes['mb']}"]
+    overrides += [f"parallel.tensor_sequence_parallel={str(bool(sizes['ts'])).lower()}"]
+    return sizes["tp"] * sizes["pp"] * sizes["sp"] * sizes["dp"], overrides
 
 
 # The tiny model has 251 tokens (padded to 128 x TP) and a gated width of 90, which 4 does not divide.
@@ -52,6 +54,8 @@ MOVES: list[Any] = [
             (UNTIED, "tp2 pp2", "tp4"),
             (UNTIED, "tp4", "z3"),
             (UNTIED, "pp2", "sp2 z3"),
+            (TIED, "tp2 ts1", "dp2 z1"),
+            (UNTIED, "dp2 z2", "tp2 pp2 ts1"),
             (BF16, "dp2 z1", "tp2"),
             (BF16, "dp2 z1", "dp2 z3"),
             (BF16, "dp2 z3", "pp2"),

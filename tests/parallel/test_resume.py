@@ -19,12 +19,13 @@ CASES = {
     "bf16_zero3": (2, ["train.precision=bf16", "parallel.zero_stage=3"]),
     "bf16_pp2": (2, ["train.precision=bf16", "parallel.pipeline=2"]),
     "sp2": (2, ["parallel.sequence=2"]),
+    "tp2_token_shards": (2, ["parallel.tensor=2", "parallel.tensor_sequence_parallel=true"]),
     "ramp": (1, ["train.batch_ramp=[{until_step: 3, batch: 2},{until_step: 9, batch: 4}]"]),
 }
 DROPOUT = ["model.dropout=0.2"]
 
 
-SLOW = ("zero1_dp2", "bf16_zero3", "bf16_pp2")
+SLOW = ("zero1_dp2", "tp2_token_shards", "bf16_zero3", "bf16_pp2")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])

@@ -24,6 +24,39 @@ def test_the_same_step_saved_again_replaces_it_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000003"]
 
 
+@pytest.mark.parametrize("able", [True, False])
+def test_a_kill_while_a_step_is_saved_again(able: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between any two renames the step is there, where the file system can exchange names; else one of both is on disk."""
+    save(tmp_path, 3, "before")
+    seen: list[bool] = []
+    rename, exchange = Path.rename, store._exchange
+
+    def watched(self: Path, target: Path) -> Path:
+        found = rename(self, target)
+        seen.append((tmp_path / "step_00000003" / "manifest.json").is_file())
+        return found
+
+    monkeypatch.setattr(Path, "rename", watched)
+    monkeypatch.setattr(store, "_exchange", exchange if able else lambda one, other: False)
+    assert (save(tmp_path, 3, "after") / "engine" / "part").read_text() == "after"
+    assert seen == ([True] if able else [False, True])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000003"]
+
+
+def test_damaged_checkpoints_go_when_their_step_is_there_again(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "step_00000003" / "engine" / "part").write_text("cut")
+    found = store.newest_whole(tmp_path, lambda _: None)
+    assert found is not None and found[0].name == "step_00000002"
+    (aside,) = store.set_aside_newer(tmp_path, found[0])
+    store.prune(tmp_path, 2, 0)
+    assert aside.is_dir(), "it may yet be looked at"
+    save(tmp_path, 3)
+    store.prune(tmp_path, 2, 0)
+    assert not aside.exists()
+
+
 @pytest.mark.parametrize("killed", ["partial", "removed"])
 def test_what_a_kill_left_is_cleared_by_the_next_save(killed: str, tmp_path: Path) -> None:
     save(tmp_path, 1)
