@@ -7,14 +7,48 @@ from pydantic import Field, model_validator
 from .base import Section
 
 
+class ImageConfig(Section):
+    """What an image model is given: pixels, or latents of a VAE."""
+
+    size: tuple[int, int] = Field(description="Height and width in training, in pixels (latents: in latent pixels).")
+    patch: int = Field(gt=0, description="Side of a square patch; each becomes one token.")
+    channels: int = Field(default=3, gt=0, description="Channels of the input.")
+    classes: int = Field(gt=0, description="Classes that can occur.")
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tokens along height and width."""
+        return self.size[0] // self.patch, self.size[1] // self.patch
+
+    @model_validator(mode="after")
+    def _patches(self) -> "ImageConfig":
+        if any(side < self.patch or side % self.patch for side in self.size):
+            near = [max(1, round(side / self.patch)) * self.patch for side in self.size]
+            raise ValueError(f"size {list(self.size)} is not made of whole patches of {self.patch}; nearest: {near}")
+        return self
+
+
 class ModelConfig(Section):
     """A LightNet model. Parameter counts of the presets follow from these fields alone."""
 
+    head: Literal["causal_lm", "masked_lm", "classifier", "denoiser"] = Field(
+        default="causal_lm",
+        description="What the blocks carry: a language model, an image classifier, a diffusion denoiser.",
+    )
     layers: int = Field(gt=0, description="Number of LightNet blocks.")
     width: int = Field(gt=0, description="Width d of the residual stream.")
     heads: int = Field(gt=0, description="Heads of the attention; the head width is width / heads.")
     glu_width: int = Field(gt=0, description="Inner width of the gated linear unit.")
-    vocab_size: int = Field(gt=0, description="Tokens that can occur, before padding to a multiple of 128 x TP.")
+    vocab_size: int = Field(
+        default=0,
+        ge=0,
+        description="Tokens that can occur, before padding to a multiple of 128 x TP; language models need it.",
+    )
+    image: ImageConfig | None = Field(default=None, description="Input of a classifier or denoiser.")
+    mixer: Literal["lightnet", "softmax"] = Field(
+        default="lightnet",
+        description="softmax: ordinary attention in the same block, as a peer in comparisons; needs lrpe: false.",
+    )
     gate_rank: int = Field(default=64, gt=0, description="Rank of the low-rank output gate.")
     norm: Literal["srms", "rms", "layer"] = Field(
         default="srms", description="srms: RMS without weight; rms: RMS with weight; layer: LayerNorm."
@@ -22,6 +56,13 @@ class ModelConfig(Section):
     norm_eps: float = Field(default=1e-5, gt=0, description="Epsilon of every norm.")
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="Dropout after embedding with TPE, attention output and GLU output."
+    )
+    drop_path: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Chance that the last block's two branches are left out of a sample; blocks before it "
+        "fall linearly to 0.",
     )
     tie_embeddings: bool = Field(default=True, description="Whether the head reuses the input embedding.")
     tpe: bool = Field(default=True, description="Toeplitz positional encoding after the embedding (MD-TPE).")
@@ -64,6 +105,17 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> "ModelConfig":
+        language = self.head in ("causal_lm", "masked_lm")
+        if language != (self.image is None):
+            raise ValueError(f"image is {'not for' if language else 'missing, and needed by'} head: {self.head}")
+        if language != (self.vocab_size > 0):
+            raise ValueError(f"vocab_size is {'missing, and needed by' if language else 'not for'} head: {self.head}")
+        if self.causal and self.head != "causal_lm":
+            raise ValueError(f"head: {self.head} needs causal: false")
+        if not language and self.axes != 2:
+            raise ValueError(f"head: {self.head} has two axes, height and width; set axes: 2")
+        if self.mixer == "softmax" and (self.lrpe or self.decay == "independent"):
+            raise ValueError("mixer: softmax has neither LRPE nor a decay; set lrpe: false and decay: shared")
         if self.width % self.heads:
             fits = [h for h in range(1, self.width + 1) if self.width % h == 0]
             near = min(fits, key=lambda h: abs(h - self.heads))

@@ -13,6 +13,7 @@ from .context import ForwardContext
 from .layers import PlainLayers
 from .lrpe import LRPE
 from .norms import GatedNorm
+from .softmax import softmax_attention
 
 
 class LightNetAttention(nn.Module):
@@ -58,6 +59,11 @@ class LightNetAttention(nn.Module):
         decay = None
         if self.config.decay == "independent":
             decay = self.decay_up(enter(self.decay_down(x))).view(shape)
+        if self.config.mixer == "softmax":
+            if state is not None or return_state:
+                raise ValueError("mixer: softmax has no state to continue from or to return")
+            out = softmax_attention(query, key, value, context, self.config.causal)
+            return self.output(self.norm(out, gates[0]).flatten(-2)), None
         theta = self.lrpe() if self.lrpe is not None else None
         result = additive_scan(
             query,

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ..config.model import ModelConfig
 from .attention import LightNetAttention
 from .context import ForwardContext
-from .dropout import dropout
+from .dropout import drop_path, dropout
 from .layers import PlainLayers
 from .norms import Norm, ResidualNorm
 
@@ -39,6 +39,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layers: PlainLayers, index: int):
         super().__init__()
         self.index, self.dropout = index, config.dropout
+        self.drop_path = config.drop_path * index / max(config.layers - 1, 1)
         self.recompute = False  # whether training computes activations again in the backward pass, to save memory
         self.attention_norm = Norm(config.norm, config.width, config.norm_eps)
         self.attention = LightNetAttention(config, layers)
@@ -56,5 +57,9 @@ class Block(nn.Module):
     def _run(self, x: Tensor, context: ForwardContext, state: Any, return_state: bool) -> tuple[Tensor, Any]:
         place = 2 * self.index + 1  # place 0 is the embedding
         y, after = self.attention(self.attention_norm(x), context, state, return_state)
-        x, inside = self.glu_norm(x, dropout(y, self.dropout, context.dropout, place))
-        return x + dropout(self.glu(inside), self.dropout, context.dropout, place + 1), after
+        x, inside = self.glu_norm(x, self._dropped(y, context, place))
+        return x + self._dropped(self.glu(inside), context, place + 1), after
+
+    def _dropped(self, branch: Tensor, context: ForwardContext, place: int) -> Tensor:
+        branch = dropout(branch, self.dropout, context.dropout, place)
+        return drop_path(branch, self.drop_path, context.dropout, place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -30,6 +30,10 @@ class ForwardContext:
     dropout: DropoutKey | None = None
     exchange: Any = None
     decode: bool = False
+
+    def at(self, coordinates: Tensor) -> ForwardContext:
+        """The same at other coordinates."""
+        return replace(self, coordinates=coordinates)
 
 
 class ModelState(NamedTuple):

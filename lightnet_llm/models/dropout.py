@@ -74,6 +74,13 @@ class DropoutKey:
         bits = mix32((keys.view(*shape[:-1], 1) + channel) & _MASK)
         return bits >= int(probability * 2**32)
 
+    def samples(self, place: int, probability: float) -> Tensor:
+        """Boolean keep-mask of whole samples, [B]; independent of the masks of tokens at the same place."""
+        ids = self.sample_ids
+        base = _mix_int(self.seed, self.step, place, 1)
+        bits = mix32(mix32((ids & _MASK) ^ base) ^ ((ids >> 32) & _MASK))
+        return bits >= int(probability * 2**32)
+
 
 def dropout(x: Tensor, probability: float, key: DropoutKey | None, place: int) -> Tensor:
     """Inverted dropout of ``x`` [.., C]; ``key`` None (evaluation) or probability 0 returns ``x`` itself."""
@@ -81,3 +88,12 @@ def dropout(x: Tensor, probability: float, key: DropoutKey | None, place: int) -
         return x
     keep = key.mask(place, x.shape, probability)
     return torch.where(keep, x / (1.0 - probability), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def drop_path(x: Tensor, probability: float, key: DropoutKey | None, place: int) -> Tensor:
+    """Leaves out a branch ``x`` [B, N, C] (or [1, B * N, C]) of whole samples, and scales it up in the others."""
+    if key is None or probability == 0.0:
+        return x
+    rows = x.view(key.sample_ids.numel(), -1, x.shape[-1])
+    keep = key.samples(place, probability)[:, None, None]
+    return torch.where(keep, rows / (1.0 - probability), torch.zeros((), dtype=x.dtype, device=x.device)).view(x.shape)

@@ -56,6 +56,10 @@ def problem(config: RunConfig, choice: Choice, world: int) -> str | None:
         return f"parallel.sequence {parallel.sequence} is more than data.sequence_length {length}: at most one rank a token"
     if parallel.sequence > 1 and model.axes > 1:
         return f"parallel.sequence {parallel.sequence} shares one axis of tokens, model.axes is {model.axes}"
+    if parallel.sequence > 1 and model.mixer == "softmax":
+        return f"parallel.sequence {parallel.sequence} exchanges states, and model.mixer: softmax has none"
+    if parallel.tensor_sequence_parallel and parallel.tensor > 1 and model.drop_path:
+        return "parallel.tensor_sequence_parallel splits samples, which model.drop_path leaves out as a whole"
     tokens = train.micro_batch * -(-length // parallel.sequence)
     if parallel.tensor_sequence_parallel and tokens % parallel.tensor:
         return (
@@ -138,6 +142,11 @@ def legal_layout(config: RunConfig, world: int) -> Layout:
     Raises:
         UserError: it cannot run; names what is wrong and the nearest layouts on as many ranks that can.
     """
+    if config.model.head != "causal_lm":
+        raise UserError(
+            f"model.head: {config.model.head} is a model of lightnet_llm.models; `lightnet train` trains head: causal_lm",
+            shared=True,
+        )
     own = choice_of(config)
     wrong = problem(config, own, world)
     if wrong is None:

@@ -108,6 +108,30 @@ REFUSED = [
 ]
 
 
+MODELS = [
+    (
+        {"model.mixer": "softmax", "model.lrpe": False, "parallel.sequence": 2},
+        "and model.mixer: softmax has none; legal on 2",
+    ),
+    (
+        {"model.drop_path": 0.1, "parallel.tensor": 2, "parallel.tensor_sequence_parallel": True},
+        "splits samples, which model.drop_path leaves out as a whole; legal on 2 ranks: parallel.tensor_sequence_parallel=false",
+    ),
+    ({"model.head": "masked_lm", "model.causal": False}, "model.head: masked_lm is a model of lightnet_llm.models"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), MODELS)
+def test_models_that_layouts_do_not_take(fields: dict[str, object], message: str) -> None:
+    tree = run_config().model_dump()
+    for name, value in fields.items():
+        section, field = name.split(".")
+        tree[section][field] = value
+    with pytest.raises(UserError) as error:
+        legal_layout(validate(tree, "here"), 2)
+    assert message in str(error.value)
+
+
 @pytest.mark.parametrize(("parallel", "world", "message"), REFUSED)
 def test_refused_in_these_words(parallel: dict[str, object], world: int, message: str) -> None:
     with pytest.raises(UserError) as error:
