@@ -1,7 +1,19 @@
-"""Inference: loading a checkpoint, reading a prompt, generating from the state (``inference.generate.generate``)."""
+"""Inference: loading a checkpoint, reading prompts into states, generating from them (``inference.generate.generate``)."""
 
-from .generate import Reading, TextStream, after_document_end, read
+from .cache import StateCache, read
+from .completion import Completion, complete
+from .generate import TextStream, after_document_end
 from .load import Loaded, load_model
 from .sampling import Sampling
 
-__all__ = ["Loaded", "Reading", "Sampling", "TextStream", "after_document_end", "load_model", "read"]
+__all__ = [
+    "Completion",
+    "Loaded",
+    "Sampling",
+    "StateCache",
+    "TextStream",
+    "after_document_end",
+    "complete",
+    "load_model",
+    "read",
+]

@@ -4,101 +4,80 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightnet_data.tokenizer import Tokenizer
-from lightnet_kernels import ToeplitzState
-from lightnet_kernels.decode import decode_state
 from torch import Tensor
 
 from ..errors import UserError
-from ..models import CausalLM, ForwardContext, ModelState
+from ..models import CausalLM, ModelState
+from .cache import StateCache, read
+from .decoder import Decoder
 from .sampling import Sampling, choose
-
-PIECE = 2048  # tokens of a prompt read at once: memory stays constant for prompts of any length
-
-
-class Reading(NamedTuple):
-    """What a model makes of the tokens it has read.
-
-    Attributes:
-        logits: [B, V] of the next token, without the padded rows of the vocabulary.
-        state: of all tokens read. Nothing ever changes it, so it can be continued any number of times (forked).
-    """
-
-    logits: Tensor
-    state: ModelState
-
-
-@torch.inference_mode()
-def read(model: CausalLM, ids: Tensor, state: ModelState | None = None) -> Reading:
-    """Read tokens in parallel.
-
-    Args:
-        ids: integer [B, N], N >= 1, on any device.
-        state: of the tokens before, as a ``Reading`` gave it; None at the start of a document.
-    """
-    if ids.ndim != 2 or ids.shape[1] == 0:
-        raise ValueError(f"read: ids has shape {tuple(ids.shape)}; expected [B, N] with at least one token")
-    device = next(model.parameters()).device
-    for piece in ids.to(device).split(PIECE, dim=1):
-        hidden, after = model.hidden(piece, state=state, return_state=True)
-        assert after is not None
-        state = _in_float64(after)
-    assert state is not None
-    logits = model.layers_set.gather_logits(model.logits(hidden[:, -1:]), model.config.vocab_size)
-    return Reading(logits[:, 0], state)
-
-
-class Decoder:
-    """Reads one token a row at a time, on a state of its own that it changes in place.
-
-    Args:
-        state: what the model has read before, as a ``Reading`` gave it; it is copied.
-    """
-
-    def __init__(self, model: CausalLM, state: ModelState):
-        self.model, self.state = model, state
-        # The step knows no separate log mass ("no share"): that ablation reads token by token with the scan.
-        self.in_place = model.config.decay != "independent"
-        if not self.in_place:
-            return
-        layers = []
-        for block, layer in zip(model.layers, state.layers, strict=True):
-            attention: Any = block.attention
-            theta = None if attention.lrpe is None else attention.lrpe()
-            layers.append(decode_state(layer, theta, attention.qkv.weight.dtype))
-        tpe = None if state.tpe is None else ToeplitzState(*(x.clone() for x in state.tpe))
-        self.state = ModelState(tpe, tuple(layers))
-
-    @torch.inference_mode()
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 [B], on any device, to the logits of the next ones [B, V], as in ``Reading``."""
-        if not self.in_place:
-            reading = read(self.model, tokens[:, None], self.state)
-            self.state = reading.state
-            return reading.logits
-        model = self.model
-        ids = tokens.to(next(model.parameters()).device)[:, None]
-        hidden, _ = model.hidden(ids, ForwardContext(decode=True), self.state)
-        return model.layers_set.gather_logits(model.logits(hidden), model.config.vocab_size)[:, 0]
-
-
-def _in_float64(state: ModelState) -> ModelState:
-    """Scan states in fp64: added to one token at a time, an fp32 normaliser stops growing once a single key lies 17
-    nats above very many others, and rotating kv at every token drifts (model-spec sections 1 and 2)."""
-
-    def widen(layer: Any) -> Any:
-        return layer._replace(max=layer.max.double(), sum=layer.sum.double(), kv=layer.kv.double())
-
-    return ModelState(state.tpe, tuple(widen(layer) for layer in state.layers))
 
 
 def after_document_end(ids: Sequence[int], eod_id: int) -> list[int]:
     """The tokens of a prompt behind exactly one end-of-document token, a document's first input in training."""
     ids = [int(token) for token in ids]
     return ids if ids[:1] == [eod_id] else [eod_id, *ids]
+
+
+class Generation:
+    """Tokens that continue B rows; iterate over it once. ``generate`` makes one."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        rows: list[list[int]],
+        max_tokens: int,
+        sampling: Sampling,
+        stop_ids: list[int],
+        state: StateCache | ModelState | None,
+        vocab_size: int | None,
+    ):
+        self.model, self.rows, self.max_tokens = model, rows, max_tokens
+        self.sampling, self.stop_ids, self.vocab_size = sampling, stop_ids, vocab_size
+        self._start, self._decoder, self._last = state, None, None
+        self._logits: Tensor | None = None
+
+    _decoder: Decoder | None
+    _last: Tensor | None
+
+    def _next(self) -> Tensor:
+        """Logits of the next token, [B, V], after the prompt and all that was drawn."""
+        if self._decoder is None:
+            start = self._start
+            if isinstance(start, StateCache) and not self.rows[0]:
+                found = start
+            else:
+                found = read(self.model, self.rows, start.state if isinstance(start, StateCache) else start)
+            self._decoder, self._logits = Decoder(self.model, found.state), found.logits
+        elif self._last is not None:
+            self._logits = self._decoder(self._last)
+        self._last = None
+        assert self._logits is not None
+        return self._logits
+
+    def cache(self) -> StateCache:
+        """What the model has read so far: the prompts and the tokens drawn."""
+        logits = self._next()
+        assert self._decoder is not None
+        return self._decoder.cache(logits)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        count = len(self.rows)
+        generators = self.sampling.generators(count)
+        stops = torch.tensor(self.stop_ids, dtype=torch.int64)
+        ended = torch.zeros(count, dtype=torch.bool)
+        last = torch.zeros(count, dtype=torch.int64)
+        for _ in range(self.max_tokens):
+            drawn = choose(self._next()[:, : self.vocab_size], self.sampling, generators).cpu()
+            self._last = last = torch.where(ended, last, drawn)
+            yield last
+            ended = ended | torch.isin(last, stops)
+            if bool(ended.all()):
+                return
 
 
 def generate(
@@ -108,24 +87,25 @@ def generate(
     *,
     sampling: Sampling | None = None,
     stop_ids: Sequence[int] = (),
-    state: ModelState | None = None,
+    state: StateCache | ModelState | None = None,
     vocab_size: int | None = None,
     **options: Any,
-) -> Iterator[Tensor]:
-    """Continue a prompt, token by token.
+) -> Generation:
+    """Continue prompts, token by token.
 
     Args:
         model: in eval mode (``load_model``).
-        prompt_ids: [B, N] or one list; at least one token each, the end-of-document token first unless ``state``
-            continues an earlier text (``after_document_end``).
+        prompt_ids: [B, N], one list, or B lists of unlike lengths; at least one token each, the end-of-document token
+            first unless ``state`` continues an earlier text (``after_document_end``). With a ``StateCache`` all rows
+            may be empty.
         max_tokens: how many tokens at most; 0 is legal.
         sampling: how they are drawn; or give its fields as keywords: greedy, temperature, top_k, top_p, seed.
         stop_ids: tokens that end a row. The token itself is still yielded; a row that ended repeats it until all have.
-        state: of what was read before the prompt. It is not changed: several continuations may start from it.
+        state: of what was read before the prompt, B rows. It is not changed: several continuations may start from it.
         vocab_size: only tokens below it are drawn, as a model may have more than its tokenizer. Padded rows never are.
 
-    Yields:
-        int64 [B] on the CPU, one token a row.
+    Returns:
+        An iterator over int64 [B] on the CPU, one token a row.
 
     Raises:
         UserError: an option outside its range, a token the model does not have, or logits that are not finite.
@@ -135,44 +115,24 @@ def generate(
     sampling = sampling or Sampling(**options)
     if max_tokens < 0:
         raise UserError(f"max-tokens {max_tokens} must be 0 or more")
-    ids = torch.as_tensor(prompt_ids, dtype=torch.int64)
-    ids = ids[None] if ids.ndim == 1 else ids
-    if ids.ndim != 2 or ids.numel() == 0:
+    rows = _rows(prompt_ids)
+    if not all(rows) and (not isinstance(state, StateCache) or any(rows)):
         raise UserError("prompt: holds no token; put the end-of-document token first (after_document_end)")
-    if not 0 <= int(ids.min()) <= int(ids.max()) < model.config.vocab_size:
-        raise UserError(
-            f"prompt: token {int(ids.max())} is not one of the model's {model.config.vocab_size}; "
-            "it was cut with another model's tokenizer"
-        )
-    return _generate(model, ids, max_tokens, sampling, list(stop_ids), state, vocab_size)
+    for token in (end(row) for row in rows if row for end in (min, max)):
+        if not 0 <= token < model.config.vocab_size:
+            raise UserError(
+                f"prompt: token {token} is not one of the model's {model.config.vocab_size}; "
+                "it was cut with another model's tokenizer"
+            )
+    return Generation(model, rows, max_tokens, sampling, list(stop_ids), state, vocab_size)
 
 
-def _generate(
-    model: CausalLM,
-    ids: Tensor,
-    max_tokens: int,
-    sampling: Sampling,
-    stop_ids: list[int],
-    state: ModelState | None,
-    vocab_size: int | None,
-) -> Iterator[Tensor]:
-    generators = sampling.generators(ids.shape[0])
-    stops = torch.tensor(stop_ids, dtype=torch.int64)
-    ended = torch.zeros(ids.shape[0], dtype=torch.bool)
-    last = ids[:, -1]
-    decoder: Decoder | None = None
-    for _ in range(max_tokens):
-        if decoder is None:
-            logits, after = read(model, ids, state)
-            decoder = Decoder(model, after)
-        else:
-            logits = decoder(last)
-        drawn = choose(logits[:, :vocab_size], sampling, generators).cpu()
-        last = torch.where(ended, last, drawn)
-        yield last
-        ended = ended | torch.isin(last, stops)
-        if bool(ended.all()):
-            return
+def _rows(prompt_ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
+    """One list of tokens a row."""
+    given: list[Any] = prompt_ids.tolist() if isinstance(prompt_ids, Tensor) else list(prompt_ids)
+    if not given or not isinstance(given[0], (list, tuple)):
+        given = [given]
+    return [[int(token) for token in row] for row in given]
 
 
 class TextStream:
@@ -184,20 +144,31 @@ class TextStream:
     Args:
         prompt: may be empty; the model is given the end-of-document token and then the prompt.
         max_tokens, sampling: as in ``generate``; the end-of-document token ends the text and is no part of it.
+        state: of an earlier text, one row, that the prompt continues; no end-of-document token is then put first.
 
     Attributes:
-        prompt_ids: what the model is given.
+        prompt_ids: what the model is given, after ``state``.
         ids: the tokens drawn so far, the closing end-of-document token included.
         ended: whether the model closed the document.
     """
 
-    def __init__(self, model: CausalLM, tokenizer: Tokenizer, prompt: str, max_tokens: int, sampling: Sampling):
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Tokenizer,
+        prompt: str,
+        max_tokens: int,
+        sampling: Sampling,
+        state: StateCache | None = None,
+    ):
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise UserError(f"prompt: not valid UTF-8 at character {error.start}; save it as UTF-8") from None
         self.tokenizer = tokenizer
-        self.prompt_ids = after_document_end(tokenizer.encode(prompt), tokenizer.eod_id)
+        self.prompt_ids = tokenizer.encode(prompt)
+        if state is None:
+            self.prompt_ids = after_document_end(self.prompt_ids, tokenizer.eod_id)
         self.ids: list[int] = []
         self.ended = False
         self._tokens = generate(
@@ -206,8 +177,13 @@ class TextStream:
             max_tokens,
             sampling=sampling,
             stop_ids=[tokenizer.eod_id],
+            state=state,
             vocab_size=tokenizer.vocab_size,
         )
+
+    def cache(self) -> StateCache:
+        """The state after prompt and text."""
+        return self._tokens.cache()
 
     def __iter__(self) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

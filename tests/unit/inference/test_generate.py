@@ -11,7 +11,9 @@ from lightnet_llm.cli import main
 from lightnet_llm.config.model import ModelConfig
 from lightnet_llm.errors import UserError
 from lightnet_llm.inference import Loaded, Sampling, TextStream, after_document_end, read
-from lightnet_llm.inference.generate import PIECE, Decoder, generate
+from lightnet_llm.inference.cache import PIECE
+from lightnet_llm.inference.decoder import Decoder
+from lightnet_llm.inference.generate import generate
 from lightnet_llm.inference.sampling import choose
 from lightnet_llm.models import CausalLM, initialize
 

@@ -161,7 +161,7 @@ def test_no_tokenizer(mine: Path) -> None:
     folder = store.resolve(mine, print)
     (mine / "tokenizer.model").unlink()
     text = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(text.replace("path: ", "path: /nowhere"))
+    (folder / "config.yaml").write_text(text.replace("\n  path: ", "\n  path: /nowhere"))
     rewrite_manifest(folder)
     loaded = load_model(mine, "cpu")
     assert loaded.tokenizer is None
