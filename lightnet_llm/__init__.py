@@ -1,1 +1,23 @@
+"""LightNet: pretraining of linear attention with additive decay. Importing this loads nothing heavy.
 
+``LightNetConfig`` and ``LightNetForCausalLM``, the classes for Hugging Face Transformers, are imported (and registered with
+its Auto classes) when they are first asked for.
+"""
+
+from typing import Any
+
+_HUGGING_FACE = ("LightNetCache", "LightNetConfig", "LightNetForCausalLM", "LightNetModel")
+
+__all__ = list(_HUGGING_FACE)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HUGGING_FACE:
+        from . import hf
+
+        return getattr(hf, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HUGGING_FACE])

@@ -1,0 +1,13 @@
+"""LightNet for Hugging Face Transformers. Importing this registers it with the Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from .cache_lightnet import LightNetCache
+from .configuration_lightnet import LightNetConfig
+from .modeling_lightnet import LightNetForCausalLM, LightNetModel
+
+AutoConfig.register(LightNetConfig.model_type, LightNetConfig, exist_ok=True)
+AutoModel.register(LightNetConfig, LightNetModel, exist_ok=True)
+AutoModelForCausalLM.register(LightNetConfig, LightNetForCausalLM, exist_ok=True)
+
+__all__ = ["LightNetCache", "LightNetConfig", "LightNetForCausalLM", "LightNetModel"]
