@@ -2,8 +2,11 @@
 
 import contextlib
 import io
+import logging
 import multiprocessing
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -11,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from datatrove.data import DocumentsPipeline
 from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
@@ -26,6 +30,34 @@ class Execution:
     kind: str = "local"
     workers: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
+
+
+class Submitted(Exception):
+    """A stage waits in a queue: run the same command again when ``job`` is done."""
+
+    def __init__(self, stage: str, tasks: int, job: str) -> None:
+        super().__init__(stage, tasks, job)
+        self.stage, self.tasks, self.job = stage, tasks, job
+
+
+class Recorded(PipelineStep):
+    """The last step of a stage, with its error left in a file: a queue or a Ray actor does not hand it back."""
+
+    name, type = "recorded", "📝 - RECORD"
+
+    def __init__(self, step: PipelineStep, folder: Path) -> None:
+        super().__init__()
+        self.step, self.folder = step, folder
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
+        """As the step's."""
+        try:
+            self.step.run(data, rank, world_size)
+        except Exception as error:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            known = isinstance(error, DataError)
+            (self.folder / f"{rank:05d}").write_text(str(error) if known else f"{type(error).__name__}: {error}")
+            raise
 
 
 class LocalExecutor(LocalPipelineExecutor):
@@ -98,32 +130,111 @@ def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
 
 
-def make(
+def run(
     pipeline: list[PipelineStep],
     tasks: int,
     name: str,
     logs: Path,
     execution: Execution,
-    depends: Any = None,
     done: Callable[[int], Any] | None = None,
-) -> Any:
-    """The executor of one stage; its ``run`` runs it, or with Slurm submits it behind ``depends``."""
-    settings: dict[str, Any] = dict(execution.settings)
+) -> None:
+    """Run a stage to its end, or with Slurm submit what is not done of it.
+
+    Raises:
+        DataError: of a step, or no cluster is there.
+        Submitted: parts of it are in a queue.
+    """
     logs = logs / name
+    settings: dict[str, Any] = dict(execution.settings)
     if execution.kind == "local":
-        return LocalExecutor(pipeline, tasks=tasks, workers=execution.workers, logging_dir=str(logs), done=done)
+        LocalExecutor(pipeline, tasks=tasks, workers=execution.workers, logging_dir=str(logs), done=done).run()
+        return
+    from datatrove.utils.logging import logger
+
+    logger.disable("datatrove")  # here; the tasks' logs have it all
+    steps = [*pipeline[:-1], Recorded(pipeline[-1], logs / "errors")]
+    common = {"tasks": tasks, "workers": execution.workers, "logging_dir": str(logs)}
     if execution.kind == "slurm":
-        from datatrove.executor.slurm import SlurmPipelineExecutor
+        _submit(steps, name, logs, common, settings)
+    elif execution.kind == "ray":
+        _on_ray(steps, logs, common, settings)
+    else:
+        raise DataError(f"--executor {execution.kind}: one of {', '.join(KINDS)}")
 
-        absent = [key for key in ("time", "partition") if key not in settings]
-        if absent:
-            raise DataError(f"--executor slurm needs {' and '.join(absent)}; give --set {absent[0]}=VALUE")
-        settings = {"job_name": f"lightnet-prep-{name}", "mail_type": "NONE", "qos": None, **settings}
-        return SlurmPipelineExecutor(
-            pipeline, tasks=tasks, workers=execution.workers, logging_dir=str(logs), depends=depends, **settings
+
+def _raise_recorded(logs: Path) -> None:
+    """The error of the lowest task that left one; a further run tries again."""
+    errors = logs / "errors"
+    for path in sorted(errors.glob("*")):
+        message = path.read_text()
+        shutil.rmtree(errors)
+        raise DataError(message)
+
+
+def _submit(steps: list[PipelineStep], name: str, logs: Path, common: Any, settings: dict[str, Any]) -> None:
+    from datatrove.executor.slurm import SlurmPipelineExecutor
+
+    absent = [key for key in ("time", "partition") if key not in settings]
+    if absent:
+        raise DataError(f"--executor slurm needs {' and '.join(absent)}; give --set {absent[0]}=VALUE")
+    settings = {"job_name": f"lightnet-prep-{name}", "mail_type": "NONE", "qos": None, **settings}
+    try:
+        executor = SlurmPipelineExecutor(steps, **common, **settings)
+    except TypeError as error:  # a setting that is none
+        raise DataError(
+            f"--executor slurm: {str(error).split(') ')[-1]}; see datatrove's SlurmPipelineExecutor"
+        ) from None
+    left = executor.get_incomplete_ranks()
+    if not left:
+        return
+    job = logs / "job"
+    if job.is_file() and _queued(job.read_text()):
+        raise Submitted(name, len(left), job.read_text())
+    _raise_recorded(logs)
+    try:
+        executor.run()
+    except (OSError, subprocess.CalledProcessError) as error:
+        detail = " ".join(str(getattr(error, "stderr", None) or error).split())
+        raise DataError(
+            f"--executor slurm: sbatch failed ({detail}); the script is {logs}/launch_script.slurm"
+        ) from None
+    job.write_text(str(executor.job_id))
+    raise Submitted(name, len(left), str(executor.job_id))
+
+
+def _queued(job: str) -> bool:
+    try:
+        found = subprocess.run(["squeue", "-h", "-o", "%T", "-j", job], capture_output=True, text=True, check=False)
+    except OSError:
+        return False
+    return found.returncode == 0 and bool(found.stdout.strip())
+
+
+def _on_ray(steps: list[PipelineStep], logs: Path, common: Any, settings: dict[str, Any]) -> None:
+    try:
+        import ray
+    except ImportError:
+        raise DataError("--executor ray needs Ray: pip install ray") from None
+    from datatrove.executor.ray import RayPipelineExecutor
+
+    address = settings.pop("address", "auto")
+    try:
+        if not ray.is_initialized():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise DataError(
+            f"--executor ray: no cluster at {address} ({reason}); start one with ray start --head"
+        ) from None
+    try:
+        executor = RayPipelineExecutor(steps, **common, **settings)
+    except TypeError as error:
+        raise DataError(f"--executor ray: {str(error).split(') ')[-1]}; see datatrove's RayPipelineExecutor") from None
+    executor.run()
+    _raise_recorded(logs)
+    left = len(executor.get_incomplete_ranks())
+    if left:
+        raise DataError(
+            f"--executor ray: {left} of {executor.world_size} tasks did not finish, and a run goes on from there; their "
+            f"logs are in {logs}. Do all nodes see this folder?"
         )
-    if execution.kind == "ray":
-        from datatrove.executor.ray import RayPipelineExecutor
-
-        return RayPipelineExecutor(pipeline, tasks=tasks, workers=execution.workers, logging_dir=str(logs), **settings)
-    raise DataError(f"--executor {execution.kind}: one of {', '.join(KINDS)}")

@@ -1,21 +1,20 @@
-"""Finished parts to the data sets of an output folder, in canonical order, one file open at a time."""
+"""Finished parts to the data sets of an output folder, in canonical order, part by part: few open files, bounded memory."""
 
+import itertools
 import json
 import re
-import struct
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightnet_data import shards
 from lightnet_data.parts import Plan
 
 SPLITS = ("train", "validation")
-_HEADER = b"MMIDIDX\x00\x00"  # megatron-core's index, version 1
-_CODES = {"uint16": 8, "int32": 4}
-_DOCUMENTS = 1 << 20  # written at once
 
 
 def threshold(folder: Path, plan: Plan, holdout: float) -> int:
@@ -25,9 +24,10 @@ def threshold(folder: Path, plan: Plan, holdout: float) -> int:
     without any document, the one of lowest hash is held out or the one of highest hash is not; copies of one text are
     never divided.
     """
-    keys = [part["key"] for part in columns(folder, plan)]
-    low = min((int(key.min()) for key in keys if len(key)), default=2**64)
-    high = max((int(key.max()) for key in keys if len(key)), default=-1)
+    low, high = 2**64, -1
+    for part in columns(folder, plan):
+        if len(part["key"]):
+            low, high = min(low, int(part["key"].min())), max(high, int(part["key"].max()))
     return bounded_threshold(holdout, low, high)
 
 
@@ -64,79 +64,80 @@ def slug(name: str, taken: set[str]) -> str:
 
 
 def write(
-    folder: Path, plan: Plan, target: Path, limit: int, dtype: Any, wanted: tuple[int | None, str | None]
-) -> dict[str, dict[str, Any]]:
+    folder: Path,
+    plan: Plan,
+    target: Path,
+    limit: int,
+    dtype: Any,
+    wanted: tuple[int | None, str | None],
+    shard_tokens: int | None = None,
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
     """Write ``train`` and ``validation`` (``.bin``, ``.idx``, ``.bytes.npy``) of one field and one subset, None for all.
 
+    Args:
+        folder: where the finished parts are.
+        plan: their plan.
+        target: folder to write in.
+        limit: documents with a hash below it are validation's.
+        dtype: of the parts' tokens.
+        wanted: field and subset.
+        shard_tokens: of a shard at most; see ``shards.Cutter``.
+
     Returns:
-        The manifest's entry of each split.
+        The manifest's entry of each split, and of each file.
     """
     dtype = np.dtype(dtype)
-    names = [item["subsets"] for item in facts(folder, plan)]
+    subsets = [item["subsets"] for item in facts(folder, plan)]
 
-    def selected(split: str) -> Iterator[tuple[int, dict[str, NDArray[Any]], NDArray[np.bool_]]]:
+    def selected(split: str) -> Iterator[tuple[int, dict[str, NDArray[Any]], NDArray[np.int64]]]:
+        """Rank, columns and the wanted documents of each part."""
         for rank, part in enumerate(columns(folder, plan)):
             held = part["key"] < np.uint64(limit) if limit < 2**64 else np.ones(len(part["key"]), dtype=bool)
             mask = held if split == "validation" else ~held
             if wanted[0] is not None:
                 mask = mask & (part["field"] == wanted[0])
             if wanted[1] is not None:
-                mask = mask & (
-                    part["subset"] == (names[rank].index(wanted[1]) if wanted[1] in names[rank] else 2**16 - 1)
-                )
-            yield rank, part, mask
+                here = subsets[rank].index(wanted[1]) if wanted[1] in subsets[rank] else 2**16 - 1
+                mask = mask & (part["subset"] == here)
+            yield rank, part, np.flatnonzero(mask)
 
-    entries = {}
+    entries: dict[str, dict[str, Any]] = {}
+    files: dict[str, dict[str, Any]] = {}
     for split in SPLITS:
-        tokens, sizes = [], []
-        for _, part, mask in selected(split):
-            tokens.append(part["tokens"][mask])
-            sizes.append(part["bytes"][mask])
-        lengths, byte_lengths = np.concatenate(tokens), np.concatenate(sizes)
-        entries[split] = {
-            "documents": len(lengths),
-            "bytes": int(byte_lengths.sum()),
-            "tokens": int(lengths.sum(dtype=np.int64)),
-            "dtype": dtype.name,
-        }
-        if not len(lengths):
-            continue
-        with (target / f"{split}.bin").open("wb", buffering=1 << 20) as file:
-            for rank, part, mask in selected(split):
-                if mask.any():
-                    _copy(folder / f"{rank:05d}.bin", part["tokens"], mask, dtype, file)
-        write_index(target / f"{split}.idx", lengths, dtype)
-        np.save(target / f"{split}.bytes.npy", byte_lengths)
-    return entries
+        cutter, sizes = shards.Cutter(shard_tokens), list[int]()  # documents of each shard
+        entry: dict[str, Any] = {"documents": 0, "bytes": 0, "tokens": 0, "dtype": dtype.name}
+        for _, part, chosen in selected(split):
+            entry["documents"] += len(chosen)
+            entry["bytes"] += int(part["bytes"][chosen].sum())
+            entry["tokens"] += int(part["tokens"][chosen].sum(dtype=np.int64))
+            for shard, first, last in cutter.pieces(part["tokens"][chosen]):
+                sizes += [0] * (shard + 1 - len(sizes))
+                sizes[shard] += last - first
+        entries[split] = entry
+        stems = shards.names(split, len(sizes))
+        if len(sizes) > 1:
+            entry["shards"] = stems
+        for shard, group in itertools.groupby(_pieces(selected(split), shards.Cutter(shard_tokens)), itemgetter(0)):
+            with shards.ShardWriter(target / stems[shard], sizes[shard], dtype) as writer:
+                for _, rank, part, chosen in group:
+                    _copy(folder / f"{rank:05d}.bin", part, chosen, writer)
+            files.update(writer.checksums())
+    return entries, files
 
 
-def _copy(path: Path, lengths: NDArray[np.int32], mask: NDArray[np.bool_], dtype: Any, file: Any) -> None:
-    """Append the tokens of chosen documents, run by run."""
-    bounds = np.append(0, np.cumsum(lengths, dtype=np.int64))
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
-    data = np.memmap(path, dtype=dtype, mode="r")
-    for first, last in edges.reshape(-1, 2):
-        file.write(data[bounds[first] : bounds[last]])
+def _pieces(
+    selected: Iterator[tuple[int, dict[str, NDArray[Any]], NDArray[np.int64]]], cutter: shards.Cutter
+) -> Iterator[tuple[int, int, dict[str, NDArray[Any]], NDArray[np.int64]]]:
+    """Shard, rank, columns and documents of what goes from a part to a shard."""
+    for rank, part, chosen in selected:
+        for shard, first, last in cutter.pieces(part["tokens"][chosen]):
+            yield shard, rank, part, chosen[first:last]
 
 
-def write_index(path: Path, lengths: NDArray[np.int32], dtype: Any) -> None:
-    """Write megatron-core's ``.idx`` of documents of one sequence each.
-
-    Its own writer goes through lists of Python integers, which take 20 GB for the Pile's 210 million documents.
-
-    Args:
-        path: the file.
-        lengths: int32 [documents], tokens of each.
-        dtype: of the stored tokens.
-    """
-    dtype, count = np.dtype(dtype), len(lengths)
-    with path.open("wb") as file:
-        file.write(_HEADER + struct.pack("<QBQQ", 1, _CODES[dtype.name], count, count + 1))
-        file.write(lengths.astype(np.int32, copy=False).tobytes())
-        position = 0
-        for start in range(0, count, _DOCUMENTS):
-            ends = position + np.cumsum(lengths[start : start + _DOCUMENTS], dtype=np.int64) * dtype.itemsize
-            file.write(np.append(position, ends[:-1]).astype(np.int64).tobytes())
-            position = int(ends[-1])
-        for start in range(0, count + 1, _DOCUMENTS):
-            file.write(np.arange(start, min(start + _DOCUMENTS, count + 1), dtype=np.int64).tobytes())
+def _copy(path: Path, part: dict[str, NDArray[Any]], chosen: NDArray[np.int64], writer: shards.ShardWriter) -> None:
+    """Documents of a part, run by run."""
+    writer.add(part["tokens"][chosen], part["bytes"][chosen])
+    bounds = np.append(0, np.cumsum(part["tokens"], dtype=np.int64)) * writer.dtype.itemsize
+    with path.open("rb", buffering=0) as source:
+        for run in np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1):
+            shards.copy(source, int(bounds[run[0]]), int(bounds[run[-1] + 1]), writer)

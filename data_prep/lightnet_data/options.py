@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 DEFAULT_HOLDOUT = 0.05
+DEFAULT_LANGUAGE_THRESHOLD = 0.65  # datatrove's
+DEDUPS = ("exact", "minhash")
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,10 @@ class Options:
     that suits the corpus; ``model_type``: "bpe" or "unigram". ``eod_token``: spelling of a given tokenizer's end-of-
     document token. ``holdout``: share of documents held out. ``seed``: seed of the held-out choice and of the
     tokenizer's training sample. ``skip_bad``: count what is bad instead of stopping at it.
+
+    ``min_chars``, ``max_chars``: documents of fewer or more characters are dropped. ``language``: as are those that are
+    not, with ``language_threshold`` certainty, of this language. ``dedup``: "exact" keeps the first of equal texts, "minhash"
+    one of nearly equal ones. ``shard_tokens``: tokens of an output shard at most; None: a split is one shard.
     """
 
     fields: tuple[str, ...] = ("text",)
@@ -29,3 +35,13 @@ class Options:
     holdout: float = DEFAULT_HOLDOUT
     seed: int = 0
     skip_bad: bool = False
+    min_chars: int | None = None
+    max_chars: int | None = None
+    language: str | None = None
+    language_threshold: float = DEFAULT_LANGUAGE_THRESHOLD
+    dedup: str | None = None
+    shard_tokens: int | None = None
+
+
+# What decides how finished parts are put together, not what is in them: another value does not redo them.
+OF_THE_MERGE = ("shard_tokens", "holdout")

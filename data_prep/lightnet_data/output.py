@@ -35,7 +35,7 @@ def check_free(output: Path, overwrite: bool = False) -> bool:
     return overwrite
 
 
-_WORK = ("parts", "sample", "logs", "tokenizer", "plan.pickle")  # what a further run can go on from
+_WORK = ("parts", "sample", "dedup", "logs", "tokenizer", "plan.pickle")  # what a further run can go on from
 
 
 class OutputFolder:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightnet_data.errors import DataError
+from lightnet_data.options import OF_THE_MERGE
 from lightnet_data.reading import Span
 from lightnet_data.sources import Source, Sources
 
@@ -47,7 +48,8 @@ class Plan:
         facts = [
             [s.source.name, s.source.format, s.start, s.end, *self.stamps[s.source.name]] for p in parts for s in p
         ]
-        return hashlib.sha256(json.dumps([self.request, facts]).encode()).hexdigest()
+        request = {name: value for name, value in self.request.items() if name not in OF_THE_MERGE}
+        return hashlib.sha256(json.dumps([request, facts]).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
         """Write it for the tasks."""

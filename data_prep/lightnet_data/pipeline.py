@@ -9,6 +9,7 @@ the spelling of a special token in a text for the token. Its blocks (filters, de
 import json
 import os
 import pickle
+from array import array
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -28,8 +29,9 @@ from lightnet_data.tokenizer import SENTENCEPIECE, SPACE_SYMBOL, Tokenizer
 from lightnet_data.training import SAMPLE_BYTES, Sample
 
 # Round trips looked at: the first documents of the corpus, and then one in so many, chosen by hash.
-CHECKED_FIRST, CHECKED_ONE_IN = 64, 32
-COLUMNS = {"tokens": np.int32, "bytes": np.int64, "key": np.uint64, "field": np.uint8, "subset": np.uint16}
+CHECKED_FIRST, CHECKED_ONE_IN, CHECKED_CHARACTERS = 64, 32, 1 << 18
+# Type codes of array and numpy alike: a part may be 45 GB of text of 7 million documents.
+COLUMNS = {"tokens": "i", "bytes": "q", "key": "Q", "field": "B", "subset": "H"}
 
 
 def text_hash(data: bytes, seed: int) -> int:
@@ -42,6 +44,7 @@ class Report:
 
     def __init__(self) -> None:
         self.problems: dict[str, dict[str, Any]] = {}
+        self.dropped: dict[str, dict[str, Any]] = {}
         self.spans: list[dict[str, Any]] = []
         self.given: set[int] = set()
 
@@ -51,6 +54,10 @@ class Report:
             raise DataError(problem.message)
         entry = self.problems.setdefault(problem.kind, {"count": 0, "first": problem.message})
         entry["count"] += 1
+
+    def drop(self, kind: str, place: str) -> None:
+        """Count a good document that a filter did not let through."""
+        self.dropped.setdefault(kind, {"count": 0, "first": place})["count"] += 1
 
 
 class Reader(PipelineStep):
@@ -77,7 +84,8 @@ class Reader(PipelineStep):
                         self.report.given.add(source.argument)
                     continue
                 documents += 1
-                yield Document(item.text, item.place, metadata={"field": item.field, "subset": item.subset})
+                facts = {"field": item.field, "subset": item.subset, "part": rank}
+                yield Document(item.text, item.place, metadata=facts)
             if plan.stamps[source.name][1]:
                 plan.check(source)
             if documents:
@@ -104,7 +112,7 @@ class SampleWriter(PipelineStep):
             key = text_hash(encoded, self.options.seed)
             low, high, size = min(low, key), max(high, key), size + len(encoded)
             sample.add(document.text, key, f"{document.id}\0{document.metadata['field']}")
-        _replace(self.folder / f"{rank:05d}.sample", pickle.dumps((low, high, size, sample.kept(rank))))
+        replace(self.folder / f"{rank:05d}.sample", pickle.dumps((low, high, size, sample.kept(rank))))
 
 
 class TokenWriter(PipelineStep):
@@ -122,7 +130,7 @@ class TokenWriter(PipelineStep):
         tokenizer = load_tokenizer(self.tokenizer, self.eod)
         dtype = token_dtype(tokenizer.vocab_size)
         end = np.array([tokenizer.eod_id], dtype=dtype)
-        columns: dict[str, list[int]] = {name: [] for name in COLUMNS}
+        columns = {name: array(code) for name, code in COLUMNS.items()}
         subsets: dict[str, int] = {}
         trip: dict[str, Any] = {"checked": 0, "differ": 0, "first": None}
         marks = {"count": 0, "documents": 0}
@@ -145,6 +153,8 @@ class TokenWriter(PipelineStep):
                 file.write(ids.astype(dtype).tobytes())
                 file.write(end.tobytes())
                 subset = subsets.setdefault(document.metadata["subset"], len(subsets))
+                if subset >= 2**16 - 1:
+                    raise DataError(f"{document.id}: more than 65,535 subsets; is --subset-field the right field?")
                 for column, value in zip(
                     columns.values(), (len(ids) + 1, len(encoded), key, document.metadata["field"], subset), strict=True
                 ):
@@ -152,7 +162,7 @@ class TokenWriter(PipelineStep):
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self.folder / f"{rank:05d}.bin")
-        arrays = {name: np.array(columns[name], dtype=kind) for name, kind in COLUMNS.items()}
+        arrays = {name: np.frombuffer(columns[name], dtype=code) for name, code in COLUMNS.items()}
         with (self.folder / f"{rank:05d}.npz.writing").open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
         (self.folder / f"{rank:05d}.npz.writing").replace(self.folder / f"{rank:05d}.npz")
@@ -160,12 +170,13 @@ class TokenWriter(PipelineStep):
             "fingerprint": fingerprint(parts.load(self.folder.parent), rank, self.stamp),
             "subsets": list(subsets),
             "skipped": self.report.problems,
+            "dropped": self.report.dropped,
             "spans": self.report.spans,
             "given": sorted(self.report.given),
             "round_trip": trip,
             "space_symbols": marks,
         }
-        _replace(self.folder / f"{rank:05d}.json", json.dumps(facts).encode())
+        replace(self.folder / f"{rank:05d}.json", json.dumps(facts).encode())
 
 
 def fingerprint(plan: parts.Plan, rank: int, stamp: str) -> str:
@@ -181,15 +192,21 @@ def load_tokenizer(path: Path, eod: str | None) -> Tokenizer:
 
 
 def _check(tokenizer: Tokenizer, document: Document, ids: NDArray[np.int32], trip: dict[str, Any]) -> None:
-    """Decode again; U+2581, which SentencePiece cannot tell from a space, does not count."""
-    text = document.text.replace(SPACE_SYMBOL, " ") if tokenizer.kind == SENTENCEPIECE else document.text
+    """Decode again, of a long text its beginning; U+2581, which SentencePiece cannot tell from a space, does not count."""
+    text = document.text
+    if len(text) > CHECKED_CHARACTERS:
+        text = text[:CHECKED_CHARACTERS]
+        ids = tokenizer.encode_array(text)
+    if tokenizer.kind == SENTENCEPIECE:
+        text = text.replace(SPACE_SYMBOL, " ")
     trip["checked"] += 1
     if tokenizer.decode(ids.tolist()) != text:
         trip["differ"] += 1
         trip["first"] = trip["first"] or document.id
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all."""
     temporary = path.with_name(path.name + ".writing")
     temporary.write_bytes(data)
     temporary.replace(path)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from lightnet_data import executors, manifest, merging, parts, pipeline, reading, sources
+from lightnet_data import executors, manifest, merging, parts, pipeline, reading, selection, sources
 from lightnet_data.errors import DataError
 from lightnet_data.executors import Execution
 from lightnet_data.options import Options
@@ -92,18 +92,18 @@ def prepare(
         for message in found.unreadable:
             if not options.skip_bad:
                 raise DataError(message)
+        work = _Work(folder, plan, options, execution, total, reporter)
         trained = tokenizer is None
-        if tokenizer is None:
-            tokenizer = _train(folder, plan, options, execution, total, reporter)
-        for old in (folder / "tokenizer").iterdir():
-            old.unlink()
-        path = tokenizer.save(folder / "tokenizer")
-        _encode(folder, plan, options, tokenizer, path, execution, total, reporter)
-        if execution.kind == "slurm" and not _complete(folder, plan):
-            target.submitted = True
-            return {"submitted": True, "parts": len(plan.spans), "folder": str(folder)}
         try:
-            result = _merge(folder, plan, options, tokenizer, trained, reporter)
+            work.find_duplicates()
+            if tokenizer is None:
+                tokenizer = work.train()
+            work.encode(tokenizer)
+        except executors.Submitted as queued:
+            target.submitted = True
+            return {"submitted": True, "stage": queued.stage, "tasks": queued.tasks, "job": queued.job}
+        try:
+            result = _merge(folder, plan, options, tokenizer, request, trained)
         except DataError:  # there was no document: nothing to go on from
             shutil.rmtree(folder / "parts")
             raise
@@ -111,75 +111,104 @@ def prepare(
     return result
 
 
-def _stage(
-    folder: Path, name: str, plan: parts.Plan, steps: list[Any], execution: Execution, total: int, reporter: Reporter
-) -> None:
-    """Run one pipeline over all parts."""
-    with reporter.progress(name, total) as progress:
-        executors.make(
-            steps, len(plan.spans), name, folder / "logs", execution, done=lambda rank: progress(plan.part_bytes(rank))
-        ).run()
+class _Work:
+    """The stages of a preparation up to its finished parts."""
 
+    def __init__(
+        self, folder: Path, plan: parts.Plan, options: Options, execution: Execution, total: int, reporter: Reporter
+    ) -> None:
+        self.folder, self.plan, self.options = folder, plan, options
+        self.execution, self.total, self.reporter = execution, total, reporter
 
-def _complete(folder: Path, plan: parts.Plan) -> bool:
-    return all((folder / "parts" / f"{rank:05d}.json").is_file() for rank in range(len(plan.spans)))
+    def _run(self, name: str, steps: list[Any], tasks: int | None = None) -> None:
+        """Run one pipeline over all parts, or over so many tasks."""
+        with self.reporter.progress(name, self.total if tasks is None else 0) as progress:
+            executors.run(
+                steps,
+                len(self.plan.spans) if tasks is None else tasks,
+                name,
+                self.folder / "logs",
+                self.execution,
+                done=lambda rank: progress(0 if tasks else self.plan.part_bytes(rank)),
+            )
 
+    def _documents(self, report: pipeline.Report) -> list[Any]:
+        """The steps that give the documents to keep."""
+        options = self.options
+        return [
+            pipeline.Reader(self.folder, options, report),
+            *selection.filters(options, report),
+            *selection.duplicates(self.folder, options, report),
+        ]
 
-def _train(
-    folder: Path, plan: parts.Plan, options: Options, execution: Execution, total: int, reporter: Reporter
-) -> Tokenizer:
-    """Sample the corpus and train; held-out text stays out of it."""
-    mark = folder / "sample" / "plan"
-    if not mark.is_file() or mark.read_text() != plan.fingerprint():
-        shutil.rmtree(folder / "logs" / "reading", ignore_errors=True)
-        mark.write_text(plan.fingerprint())
-    report = pipeline.Report()
-    steps = [pipeline.Reader(folder, options, report), pipeline.SampleWriter(folder / "sample", options)]
-    _stage(folder, "reading", plan, steps, execution, total, reporter)
-    sample, low, high, size = Sample(options.seed, SAMPLE_BYTES), 2**64, -1, 0
-    for rank in range(len(plan.spans)):
-        found = pickle.loads((folder / "sample" / f"{rank:05d}.sample").read_bytes())
-        low, high, size = min(low, found[0]), max(high, found[1]), size + found[2]
-        sample.merge(found[3])
-    if high < 0:
-        _no_document(plan)
-    limit = merging.bounded_threshold(options.holdout, low, high)
-    return Tokenizer(_fit(sample.sentences(lambda key: key >= limit), options, size, reporter))
+    def find_duplicates(self) -> None:
+        """What must be known of all documents before one can be kept."""
+        if self.options.dedup is None:
+            return
+        selection.renew(self.folder, self.plan)
+        for stage in selection.stages(self.folder, self.options):
+            self._run(stage.name, stage.steps, stage.tasks)
 
+    def train(self) -> Tokenizer:
+        """Sample the corpus and train; held-out text stays out of it."""
+        folder, plan, options = self.folder, self.plan, self.options
+        mark, model = folder / "sample" / "plan", folder / "sample" / f"model-{options.holdout}"
+        if not mark.is_file() or mark.read_text() != plan.fingerprint():
+            shutil.rmtree(folder / "logs" / "reading", ignore_errors=True)
+            for old in folder.glob("sample/model-*"):
+                old.unlink()
+            mark.write_text(plan.fingerprint())
+        if model.is_file():
+            return Tokenizer(model.read_bytes())
+        self._run("reading", [*self._documents(pipeline.Report()), pipeline.SampleWriter(folder / "sample", options)])
+        sample, low, high, size = Sample(options.seed, SAMPLE_BYTES), 2**64, -1, 0
+        for rank in range(len(plan.spans)):
+            found = pickle.loads((folder / "sample" / f"{rank:05d}.sample").read_bytes())
+            low, high, size = min(low, found[0]), max(high, found[1]), size + found[2]
+            sample.merge(found[3])
+        if high < 0:
+            _no_document(plan)
+        limit = merging.bounded_threshold(options.holdout, low, high)
+        trained = _fit(sample.sentences(lambda key: key >= limit), options, size, self.reporter)
+        pipeline.replace(model, trained)
+        return Tokenizer(trained)
 
-def _encode(
-    folder: Path,
-    plan: parts.Plan,
-    options: Options,
-    tokenizer: Tokenizer,
-    path: Path,
-    execution: Execution,
-    total: int,
-    reporter: Reporter,
-) -> None:
-    """Tokens of every part that is not there yet, from this plan and this tokenizer."""
-    stamp, marks = f"{tokenizer.fingerprint}-{tokenizer.eod_id}", folder / "logs" / "tokenizing" / "completions"
-    redone = 0
-    for rank in range(len(plan.spans)):
-        file, mark = folder / "parts" / f"{rank:05d}.json", marks / f"{rank:05d}"
-        if file.is_file() and json.loads(file.read_text())["fingerprint"] == pipeline.fingerprint(plan, rank, stamp):
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-            continue
-        redone += file.is_file()
-        file.unlink(missing_ok=True)
-        mark.unlink(missing_ok=True)
-    for file in (folder / "parts").iterdir():
-        if not file.name[:5].isdigit() or int(file.name[:5]) >= len(plan.spans):
-            file.unlink()
-    if redone:
-        reporter.note(f"{redone} finished parts are of other inputs, options or tokenizer; they are done again")
-    report = pipeline.Report()
-    steps = [
-        pipeline.Reader(folder, options, report),
-        pipeline.TokenWriter(folder / "parts", path, tokenizer.eod_token, options.seed, stamp, report),
-    ]
-    _stage(folder, "tokenizing", plan, steps, execution, total, reporter)
+    def encode(self, tokenizer: Tokenizer) -> None:
+        """Tokens of every part that is not there yet, from this plan and this tokenizer."""
+        plan, work = self.plan, self.folder / "parts"
+        path = self.folder / "tokenizer" / FILE_NAMES[tokenizer.kind]
+        if not path.is_file() or path.read_bytes() != tokenizer.model:  # a queued task may be reading it
+            for old in path.parent.iterdir():
+                old.unlink()
+            tokenizer.save(path.parent)
+        stamp, marks = (
+            f"{tokenizer.fingerprint}-{tokenizer.eod_id}",
+            self.folder / "logs" / "tokenizing" / "completions",
+        )
+        if self.options.dedup is not None:  # a duplicate may stand in any other part
+            stamp += f"-{plan.fingerprint()}"
+        redone = 0
+        for rank in range(len(plan.spans)):
+            file, mark = work / f"{rank:05d}.json", marks / f"{rank:05d}"
+            if file.is_file() and json.loads(file.read_text())["fingerprint"] == pipeline.fingerprint(
+                plan, rank, stamp
+            ):
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                mark.touch()
+                continue
+            redone += file.is_file()
+            file.unlink(missing_ok=True)
+            mark.unlink(missing_ok=True)
+        for file in work.iterdir():
+            if not file.name[:5].isdigit() or int(file.name[:5]) >= len(plan.spans):
+                file.unlink()
+        if redone:
+            self.reporter.note(
+                f"{redone} finished parts are of other inputs, options or tokenizer; they are done again"
+            )
+        report = pipeline.Report()
+        writer = pipeline.TokenWriter(work, path, tokenizer.eod_token, self.options.seed, stamp, report)
+        self._run("tokenizing", [*self._documents(report), writer])
 
 
 def _no_document(plan: parts.Plan) -> NoReturn:
@@ -188,7 +217,7 @@ def _no_document(plan: parts.Plan) -> NoReturn:
 
 
 def _merge(
-    folder: Path, plan: parts.Plan, options: Options, tokenizer: Tokenizer, trained: bool, reporter: Reporter
+    folder: Path, plan: parts.Plan, options: Options, tokenizer: Tokenizer, request: dict[str, Any], trained: bool
 ) -> dict[str, Any]:
     """The finished parts as the data sets of ``out``, with its manifest."""
     work, out = folder / "parts", folder / "out"
@@ -198,20 +227,23 @@ def _merge(
             f"{folder}: {len(absent)} parts are not done, the first {absent[0]}; see its log in {folder}/logs"
         )
     skipped: dict[str, dict[str, Any]] = {}
+    dropped: dict[str, dict[str, Any]] = {}
     given: set[int] = set()
     trip: dict[str, Any] = {"checked": 0, "differ": 0, "first": None}
     marks = {"count": 0, "documents": 0}
     subsets: dict[str, dict[str, int]] = {}
     files: dict[str, list[dict[str, Any]]] = {source.name: [] for source in plan.sources.files}
 
-    def meet(kind: str, count: int, first: str) -> None:
-        skipped.setdefault(kind, {"count": 0, "first": first})["count"] += count
+    def meet(kind: str, count: int, first: str, found: dict[str, dict[str, Any]] = skipped) -> None:
+        found.setdefault(kind, {"count": 0, "first": first})["count"] += count
 
     for message in plan.sources.unreadable:
         meet("unreadable", 1, message)
     for facts, columns in zip(merging.facts(work, plan), merging.columns(work, plan), strict=True):
         for kind, entry in facts["skipped"].items():
             meet(kind, entry["count"], entry["first"])
+        for kind, entry in facts["dropped"].items():
+            meet(kind, entry["count"], entry["first"], dropped)
         given.update(facts["given"])
         trip["checked"] += facts["round_trip"]["checked"]
         trip["differ"] += facts["round_trip"]["differ"]
@@ -241,36 +273,46 @@ def _merge(
         "format_version": manifest.FORMAT_VERSION,
         **total,
         "splits": {},
+        "files": {},
         "tokenizer": _describe(tokenizer, trained),
         "round_trip": trip,
         "space_symbols": marks,
         "skipped": skipped,
+        "dropped": dropped,
         "ignored_files": dict(sorted(plan.sources.ignored.items())),
-        "request": plan.request,
+        "request": request,
         "sources": [_source(source, plan, files[source.name]) for source in plan.sources.files],
     }
     if options.subset_field is not None:
         result["subsets"] = dict(sorted(subsets.items()))
     fields: list[int | None] = [None] if len(options.fields) == 1 else list(range(len(options.fields)))
     groups: list[str | None] = [*sorted(subsets)] if options.by_subset else [None]
-    dtype, taken = token_dtype(tokenizer.vocab_size), set[str]()
+    dtype, taken, size = token_dtype(tokenizer.vocab_size), set[str](), options.shard_tokens
     for field in fields:
         for group in groups:
             if field is None and group is None:
-                result["splits"] = merging.write(work, plan, out, limit, dtype, (None, None))
+                result["splits"], result["files"] = merging.write(work, plan, out, limit, dtype, (None, None), size)
                 continue
             name = " ".join(([] if field is None else [options.fields[field]]) + ([] if group is None else [group]))
             place = merging.slug(name, taken)
             taken.add(place)
             (out / place).mkdir()
-            splits = merging.write(work, plan, out / place, limit, dtype, (field, group))
-            tokenizer.save(out / place)
+            splits, written = merging.write(work, plan, out / place, limit, dtype, (field, group), size)
+            _add_tokenizer(out / place, tokenizer, written)
             own = {key: sum(split[key] for split in splits.values()) for key in total}
-            manifest.save(out / place, {**result, **own, "splits": splits, "output": name, "subsets": {}})
+            own |= {"splits": splits, "output": name, "subsets": {}, "outputs": {}, "files": written}
+            manifest.save(out / place, {**result, **own})
+            own = {key: own[key] for key in total}
             result.setdefault("outputs", {})[place] = {"name": name, **own}
-    tokenizer.save(out)
+    _add_tokenizer(out, tokenizer, result["files"])
     manifest.save(out, result)
     return result
+
+
+def _add_tokenizer(folder: Path, tokenizer: Tokenizer, files: dict[str, dict[str, Any]]) -> None:
+    """Save the tokenizer file, and its entry among the manifest's files."""
+    path = tokenizer.save(folder)
+    files[path.name] = {"bytes": len(tokenizer.model), "sha256": tokenizer.fingerprint}
 
 
 def _source(source: sources.Source, plan: parts.Plan, spans: list[dict[str, Any]]) -> dict[str, Any]:
@@ -298,8 +340,9 @@ def _check_options(
         raise DataError("no INPUT given; name files, folders or patterns to read")
     if execution.workers < 1:
         raise DataError(f"--workers {execution.workers}: must be at least 1")
-    if execution.kind == "slurm" and tokenizer_path is None:
-        raise DataError("--executor slurm needs --tokenizer; train one on a part of the corpus first, here")
+    if execution.kind not in executors.KINDS:
+        raise DataError(f"--executor {execution.kind}: one of {', '.join(executors.KINDS)}")
+    selection.check(options)
     if options.by_subset and options.subset_field is None:
         raise DataError("--by-subset goes with --subset-field, which names the field of the subset")
     if not 0 <= options.holdout < 1:
@@ -348,11 +391,11 @@ def _reuse(output: Path, request: dict[str, Any], plan: parts.Plan, total: int, 
         now = _hashes(plan, progress)
     if now != [(source["path"], source["sha256"]) for source in written["sources"]]:
         raise DataError(f"{taken} made from other files; choose another --output or add --overwrite")
-    for name, split in written["splits"].items():
-        path = output / f"{name}.bin"
-        size = path.stat().st_size if path.exists() else 0
-        if size != split["tokens"] * np.dtype(split["dtype"]).itemsize:
-            raise DataError(f"{path}: {size} bytes, the manifest describes {split['tokens']} tokens; add --overwrite")
+    for folder in [output, *(output / place for place in written.get("outputs", {}))]:
+        for name, entry in manifest.load(folder).get("files", {}).items():
+            size = (folder / name).stat().st_size if (folder / name).exists() else 0
+            if size != entry["bytes"]:
+                raise DataError(f"{folder / name}: {size} bytes, the manifest says {entry['bytes']}; add --overwrite")
     reporter.note(f"{taken} of exactly this work; nothing to do")
     return {**written, "reused": True}
 

@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import click
+from click.core import ParameterSource
+
+BESIDE_CONFIG = ("inputs", "config", "overwrite", "as_json")
 
 
 @click.command()
 @click.argument("inputs", metavar="INPUT...", nargs=-1)
-@click.option("--output", metavar="DIR", required=True, help="Folder to make: shards, tokenizer and manifest.json.")
+@click.option("--output", metavar="DIR", help="Folder to make: shards, tokenizer and manifest.json.")
+@click.option(
+    "--config", metavar="FILE", help="YAML file with all of this instead; the arguments are then KEY=VALUE overrides."
+)
 @click.option("--tokenizer", metavar="PATH", help="SentencePiece model, Hugging Face tokenizer.json, or its folder.")
 @click.option("--vocab-size", type=int, metavar="N", help="Train a tokenizer of N ids. [default: suits the corpus]")
 @click.option(
@@ -42,10 +48,14 @@ import click
     type=click.Choice(["local", "slurm", "ray"]),
     default="local",
     show_default=True,
-    help="Where parts are worked on. slurm and ray are experimental: they have not been run on a cluster yet.",
+    help="Where parts are worked on: processes here, a Slurm array, or the Ray cluster that is running.",
 )
 @click.option(
-    "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Setting of the executor: time, partition, ..."
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Setting of the executor: time, partition, address, ...",
 )
 @click.option(
     "--workers", type=int, default=1, show_default=True, metavar="N", help="Processes; same result for any N."
@@ -54,11 +64,24 @@ import click
 @click.option("--holdout", type=float, default=0.05, show_default=True, help="Share of documents for validation.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the held-out choice and the tokenizer sample.")
 @click.option("--eod-token", metavar="TOKEN", help="End-of-document token of --tokenizer, where it is not found.")
+@click.option("--shard-tokens", type=int, metavar="N", help="Tokens of a shard at most. [default: a split is one]")
+@click.option("--min-chars", type=int, metavar="N", help="Drop documents of fewer characters.")
+@click.option("--max-chars", type=int, metavar="N", help="Drop documents of more characters.")
+@click.option("--language", metavar="CODE", help="Drop documents of other languages (en, de, ...; needs fastText).")
+@click.option(
+    "--language-threshold", type=float, default=0.65, show_default=True, help="Certainty that --language asks for."
+)
+@click.option(
+    "--dedup", type=click.Choice(["exact", "minhash"]), help="Keep one of equal texts, or of nearly equal ones."
+)
 @click.option("--overwrite", is_flag=True, help="Replace a finished data set in DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest's summary as JSON, and only that, on stdout.")
+@click.pass_context
 def prep(
+    context: click.Context,
     inputs: tuple[str, ...],
-    output: str,
+    output: str | None,
+    config: str | None,
     tokenizer: str | None,
     vocab_size: int | None,
     model_type: str,
@@ -74,6 +97,12 @@ def prep(
     holdout: float,
     seed: int,
     eod_token: str | None,
+    shard_tokens: int | None,
+    min_chars: int | None,
+    max_chars: int | None,
+    language: str | None,
+    language_threshold: float,
+    dedup: str | None,
     overwrite: bool,
     as_json: bool,
 ) -> None:
@@ -82,7 +111,8 @@ def prep(
     INPUT is a file, a folder, a quoted pattern or a URL. A .jsonl file has one document in the field "text" of each line,
     .parquet and .tar files (WebDataset) one in each record; a file of text or source code is one document; .gz and .zst
     behind them are undone. A file of another suffix needs --read-as. A folder is searched for all of these. Without
-    --tokenizer a lossless SentencePiece one is trained.
+    --tokenizer a lossless SentencePiece one is trained. With --config FILE all of this stands in a YAML file, the same for
+    all executors.
     """
     if "torch" not in sys.modules:
         # Nothing is compiled here, and importing torch._dynamo is a third of megatron-core's import.
@@ -92,37 +122,83 @@ def prep(
     from lightnet_data.options import Options
     from lightnet_data.prepare import prepare
 
-    options = Options(
-        fields=tuple(fields),
-        subset_field=subset_field,
-        by_subset=by_subset,
-        separator=separator,
-        read_as=read_as,
-        vocab_size=vocab_size,
-        model_type=model_type,
-        eod_token=eod_token,
-        holdout=holdout,
-        seed=seed,
-        skip_bad=skip_bad,
-    )
+    from ..errors import UserError
+
     try:
-        execution = Execution(executor, workers, _settings(settings))
+        if config is None:
+            chosen: dict[str, Any] = {
+                "fields": tuple(fields),
+                "subset_field": subset_field,
+                "by_subset": by_subset,
+                "separator": separator,
+                "read_as": read_as,
+                "skip_bad": skip_bad,
+                "vocab_size": vocab_size,
+                "model_type": model_type,
+                "eod_token": eod_token,
+                "holdout": holdout,
+                "seed": seed,
+                "shard_tokens": shard_tokens,
+                "min_chars": min_chars,
+                "max_chars": max_chars,
+                "language": language,
+                "language_threshold": language_threshold,
+                "dedup": dedup,
+            }
+            execution = Execution(executor, workers, _settings(settings))
+        else:
+            _alone(context)
+            inputs, output, tokenizer, overwrite, chosen, given = _configured(config, inputs, overwrite)
+            execution = Execution(**given)
+        if output is None:
+            raise click.UsageError("Missing option '--output'.")
         manifest = prepare(
-            inputs, output, tokenizer, options, workers, overwrite, _terminal(quiet=as_json), execution=execution
+            inputs,
+            output,
+            tokenizer,
+            Options(**chosen),
+            overwrite=overwrite,
+            reporter=_terminal(quiet=as_json),
+            execution=execution,
         )
-    except DataError as error:
+    except (DataError, UserError) as error:
         _fail(str(error))
     except OSError as error:  # a full disk, an output folder that may not be written
         where = f"{error.filename}: " if error.filename else f"{output}: "
         _fail(f"{where}{error.strerror or error}; nothing was left in {output}")
     if manifest.get("submitted"):
-        click.echo(f"{manifest['parts']} parts submitted; run the same command again when they are done")
+        click.echo(
+            f"{manifest['stage']}: {manifest['tasks']} tasks are in the queue as job {manifest['job']}; run the same command "
+            "again when they are done"
+        )
         return
     summary = _summary(manifest, output)
     if as_json:
         click.echo(json.dumps(summary, ensure_ascii=False))
     else:
         _print(summary)
+
+
+def _alone(context: click.Context) -> None:
+    """With --config, everything else is said in the file or by overrides."""
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        if name not in BESIDE_CONFIG and context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{parameter.opts[0]} does not go with --config; give KEY=VALUE, such as output=DIR")
+
+
+def _configured(
+    name: str, overrides: tuple[str, ...], overwrite: bool
+) -> tuple[tuple[str, ...], str, str | None, bool, dict[str, Any], dict[str, Any]]:
+    """Inputs, output, tokenizer, whether to overwrite, options and execution of a configuration file."""
+    from ..config.prep import load_prep
+
+    config = load_prep(name, overrides)
+    options = config.records.model_dump() | config.select.model_dump() | config.write.model_dump()
+    options |= config.tokenizer.model_dump(exclude={"path"})
+    options["fields"] = tuple(options["fields"])
+    execution = config.executor.model_dump()
+    return tuple(config.inputs), config.output, config.tokenizer.path, overwrite or config.overwrite, options, execution
 
 
 def _settings(given: tuple[str, ...]) -> dict[str, Any]:
@@ -195,8 +271,9 @@ def _print(summary: dict[str, Any]) -> None:
         f"  {tokenizer['file']}: {tokenizer['kind']}, {tokenizer['vocab_size']:,} ids, end of document "
         f"{tokenizer['eod_token']} = {tokenizer['eod_id']}, sha256 {tokenizer['fingerprint'][:16]}"
     )
-    for kind, entry in summary["skipped"].items():
-        click.echo(f"  skipped, {kind}: {entry['count']:,} (first: {entry['first']})")
+    for what in ("skipped", "dropped"):
+        for kind, entry in summary.get(what, {}).items():
+            click.echo(f"  {what}, {kind}: {entry['count']:,} (first: {entry['first']})")
     if summary["ignored_files"]:
         common = sorted(summary["ignored_files"].items(), key=lambda item: -item[1])
         ignored = ", ".join(f"{count:,} {reason}" for reason, count in common[:8])
@@ -205,6 +282,10 @@ def _print(summary: dict[str, Any]) -> None:
     marks, trip = summary["space_symbols"], summary["round_trip"]
     if marks["count"] and tokenizer["kind"] == "sentencepiece":
         click.echo(f"  U+2581, which decodes to a space: {marks['count']:,} in {marks['documents']:,} documents")
+    if trip["checked"]:
+        click.echo(
+            f"  decoded again: {trip['checked']:,} documents, {trip['checked'] - trip['differ']:,} to the same text"
+        )
     if trip["differ"]:
         click.echo(
             f"  the tokenizer is not lossless: {trip['differ']:,} of {trip['checked']:,} documents looked at do not "

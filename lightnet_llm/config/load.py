@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from ..errors import UserError, nearest
 from .run import RunConfig
 
+Schema = TypeVar("Schema", bound=BaseModel)
 PRESETS = Path(__file__).resolve().parent.parent / "presets"
 
 
@@ -63,14 +64,14 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> Any:
     return OmegaConf.merge(_read(base, (*seen, path.resolve())), tree)
 
 
-def _one_line(error: ValidationError, source: str) -> str:
+def _one_line(error: ValidationError, source: str, schema: type[BaseModel]) -> str:
     """pydantic's report as one line: field, what is wrong, a near name for a misspelt key."""
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
     more = error.error_count() - 1
     tail = f" (and {more} more)" if more else ""
     if first["type"] == "extra_forbidden":
-        section: Any = RunConfig
+        section: Any = schema
         for part in first["loc"][:-1]:
             info = getattr(section, "model_fields", {}).get(part)
             section = info.annotation if info else None
@@ -86,21 +87,25 @@ def _one_line(error: ValidationError, source: str) -> str:
     return f"{source}: '{field}' is {first.get('input')!r}: {message}{tail}"
 
 
-def validate(tree: dict[str, Any], source: str) -> RunConfig:
-    """Check a plain mapping against the schema; ``source`` names it in errors."""
+def validate_as(schema: type[Schema], tree: dict[str, Any], source: str) -> Schema:
+    """Check a plain mapping against a schema; ``source`` names it in errors."""
     try:
-        return RunConfig.model_validate(tree)
+        return schema.model_validate(tree)
     except ValidationError as error:
-        raise UserError(_one_line(error, source)) from None
+        raise UserError(_one_line(error, source, schema)) from None
 
 
-def load_config(name: str, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """Read CONFIG (a path or preset name), apply ``key=value`` overrides, check everything.
+def validate(tree: dict[str, Any], source: str) -> RunConfig:
+    """Check a plain mapping against a run's schema; ``source`` names it in errors."""
+    return validate_as(RunConfig, tree, source)
+
+
+def load_tree(path: Path, overrides: list[str] | tuple[str, ...] = ()) -> dict[str, Any]:
+    """A YAML file with ``key=value`` overrides as a plain mapping, not yet checked.
 
     Raises:
-        UserError: with one line that names the file and field, or the override.
+        UserError: with one line that names the file or the override.
     """
-    path = find_config(name)
     tree = _read(path)
     for item in overrides:
         key, equals, _ = item.partition("=")
@@ -113,6 +118,17 @@ def load_config(name: str, overrides: list[str] | tuple[str, ...] = ()) -> RunCo
     except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}: {str(error).splitlines()[0]}") from None
     assert isinstance(plain, dict)
+    return {str(k): v for k, v in plain.items()}
+
+
+def load_config(name: str, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """Read CONFIG (a path or preset name), apply ``key=value`` overrides, check everything.
+
+    Raises:
+        UserError: with one line that names the file and field, or the override.
+    """
+    path = find_config(name)
+    plain = load_tree(path, overrides)
     budget = {key.partition("=")[0] for key in overrides}
     train = plain.get("train")
     if isinstance(train, dict):  # overriding one budget replaces the other
@@ -121,7 +137,7 @@ def load_config(name: str, overrides: list[str] | tuple[str, ...] = ()) -> RunCo
                 train[other] = None
         if train.get("name") is None:
             train["name"] = path.stem
-    return validate({str(k): v for k, v in plain.items()}, str(path) + (" with overrides" if overrides else ""))
+    return validate(plain, str(path) + (" with overrides" if overrides else ""))
 
 
 def dump_config(config: RunConfig) -> str:

@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 import zstandard
 from click.testing import Result
-from lightnet_data import manifest, merging, output, sources
+from lightnet_data import manifest, output, shards, sources
 from lightnet_data.dataset import PackedTokens
 from lightnet_data.documents import DocumentReader
 from lightnet_data.errors import DataError
@@ -343,7 +343,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, corpus: Path, run_prep: Run, mo
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lightnet_data.merging.write_index", full)
+    monkeypatch.setattr("lightnet_data.shards.ShardWriter.add", full)
     result = run_prep(corpus, "--output", tmp_path / "out", "--vocab-size", "512")
     assert result.exit_code == 1 and result.stderr.count("\n") == 1 and "No space left" in result.stderr
     assert {path.name for path in tmp_path.iterdir()} == {corpus.name, "out.partial"}  # the finished parts
@@ -397,8 +397,12 @@ def test_token_width_and_index(tmp_path: Path, vocab_size: int, dtype: type) -> 
         builder.add_document(document, [len(document)])
     builder.finalize(str(tmp_path / "train.idx"))
     lengths = np.array([len(document) for document in documents], dtype=np.int32)
-    merging.write_index(tmp_path / "ours.idx", lengths, dtype)
-    assert (tmp_path / "ours.idx").read_bytes() == (tmp_path / "train.idx").read_bytes()
+    with shards.ShardWriter(tmp_path / "ours", 3, dtype) as writer:
+        for number, document in enumerate(documents):
+            writer.add(lengths[number : number + 1], np.array([number]))
+            writer.write(document.astype(dtype).tobytes())
+    for suffix in (".idx", ".bin"):
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"train{suffix}").read_bytes()
     assert TokenStore(tmp_path / "train").document(0).tolist() == [vocab_size - 1, 1]
 
 
