@@ -31,8 +31,8 @@ Payload = tuple[Tensor, Tensor, Tensor]
 class Clock:
     """What every pass must know: the step (dropout masks depend on it; None in evaluation) and who shares its rows.
 
-    ``loss_weight`` undoes the mean over columns that sequence-parallel ranks add to rows; ``token_shard`` is that of the
-    layers: dropout masks depend on a token's place among all.
+    ``loss_weight`` undoes the mean over columns that sequence-parallel ranks add to rows; ``step_weight`` that over labels that
+    do not count; ``token_shard`` is that of the layers: dropout masks depend on a token's place among all.
     """
 
     seed: int
@@ -40,6 +40,12 @@ class Clock:
     place: SequencePlace | None = None
     loss_weight: float = 1.0
     token_shard: tuple[int, int] = (0, 1)
+    step_weight: float = 1.0
+
+    @property
+    def weight(self) -> float:
+        """Factor of a micro-batch's mean loss over all its labels."""
+        return self.loss_weight * self.step_weight
 
     def context(
         self, cu_seqlens: Tensor, sample_ids: Tensor, tokens: int, config: ModelConfig, training: bool
@@ -209,4 +215,4 @@ class PipelinedCausalLM(PipelineModule):
         """Normed activations and the head's weight to the mean loss, as of ``CausalLM.forward`` with labels."""
         hidden, weight = outputs
         total = head_loss(hidden, weight, nn.Identity(), self.layers_set, labels, self.config.vocab_size, "sum")
-        return total / labels.numel() * self.clock.loss_weight
+        return total / labels.numel() * self.clock.weight

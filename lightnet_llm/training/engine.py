@@ -104,6 +104,7 @@ class Engine:
         self.progress = Progress()
         self.samples_read: list[Tensor] = []
         self.losses: list[Tensor] = []
+        self.counts_labels = config.model.head == "masked_lm"  # a causal model's labels all count
         place, tokens = self._place(), config.data.sequence_length
         weight = 1.0 if place is None else place.loss_weight(tokens)
         self.layers = build_layers(groups, config.parallel.tensor_sequence_parallel)
@@ -212,7 +213,24 @@ class Engine:
         if place is not None:
             input_ids, labels = place.part(input_ids), place.part(labels, fill=-1)
         loss: Tensor = self.engine(input_ids, context, labels).loss
-        return loss * self.clock.loss_weight
+        return loss * self.clock.weight
+
+    def _micro_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The step's micro-batches. Where not every label counts, all are read first, and the mean of their losses is made
+        one over the labels of the whole step: a mean of means would weigh a label by how few others are beside it."""
+        count = self.engine.gradient_accumulation_steps()
+        if not self.counts_labels:
+            for _ in range(count):
+                yield self._read(batches)
+            return
+        held = [self._read(batches) for _ in range(count)]
+        total = torch.stack([(batch["labels"] >= 0).sum() for batch in held]).sum().to(self.device, torch.float64)
+        dist.all_reduce(total, group=self.groups.data_group)
+        places = sum(batch["labels"].numel() for batch in held) * self.groups.data_size
+        self.clock.step_weight = places / max(float(total), 1.0)  # without any label all losses are 0
+        for index, batch in enumerate(held):
+            self.progress.note(f"forward of micro-batch {index}")
+            yield batch
 
     def _set_batch(self, samples: int) -> None:
         """DeepSpeed counts sequence-parallel ranks as data-parallel ones, and so each sample once a rank."""
@@ -225,7 +243,7 @@ class Engine:
         return [(float(loss), ids.tolist()) for loss, ids in zip(self.losses, self.samples_read, strict=False)]
 
     def _begin(self, step: int) -> None:
-        self.clock.step, self.batch_checksum = step, 0
+        self.clock.step, self.clock.step_weight, self.batch_checksum = step, 1.0, 0
         self.samples_read, self.losses = [], []
 
     def train_step(self, batches: Iterator[Batch], step: int, global_batch: int) -> Tensor:
@@ -243,8 +261,8 @@ class Engine:
         self._begin(step)
         self._set_batch(global_batch)
         micro_batches = self.engine.gradient_accumulation_steps()
-        for index in range(micro_batches):
-            loss = self._loss(self._to_device(self._read(batches)))
+        for index, batch in enumerate(self._micro_batches(batches)):
+            loss = self._loss(self._to_device(batch))
             self.losses.append(loss.detach())
             self.progress.note(f"backward of micro-batch {index}")
             self.engine.set_gradient_accumulation_boundary(index == micro_batches - 1)
@@ -256,6 +274,7 @@ class Engine:
     def evaluate(self, batches: Iterator[Batch], micro_batches: int) -> Tensor:
         """Mean over ``micro_batches`` of the loss, averaged over data-parallel ranks, on every rank."""
         self.engine.eval()
+        self.clock.step_weight = 1.0
         total = torch.zeros((), device=self.device)
         for _ in range(micro_batches):
             self.progress.begin("validation")
@@ -328,8 +347,7 @@ class PipelineEngine(Engine):
         return None  # a PipelineModule carries its own topology
 
     def _payloads(self, batches: Iterator[Batch]) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-        while True:
-            batch = self._read(batches)
+        for batch in batches:
             input_ids, labels, place = batch["input_ids"], batch["labels"], self.clock.place
             segments = pad_segments(batch["cu_seqlens"], input_ids.numel())
             if place is not None:
@@ -341,7 +359,7 @@ class PipelineEngine(Engine):
         self._begin(step)
         self.module.train()
         self._set_batch(global_batch)
-        loss = self.engine.train_batch(self._payloads(batches)).detach().float()
+        loss = self.engine.train_batch(self._payloads(self._micro_batches(batches))).detach().float()
         self.losses = list(self.engine.fwd_outputs)  # empty but on the last stage
         return loss
 
@@ -353,7 +371,7 @@ class PipelineEngine(Engine):
 
     def evaluate(self, batches: Iterator[Batch], micro_batches: int) -> Tensor:
         """As the plain engine's."""
-        self.clock.step = None
+        self.clock.step, self.clock.step_weight = None, 1.0
         self.progress.begin("validation")
         self.module.eval()
         loss = self.engine.eval_batch(
