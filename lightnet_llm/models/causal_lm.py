@@ -7,11 +7,10 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..config.model import ModelConfig
-from .block import Block
+from .backbone import Backbone
 from .context import ForwardContext, ModelState
 from .dropout import dropout
 from .layers import PlainLayers
-from .norms import Norm
 from .tpe import ToeplitzEncoding
 
 
@@ -23,21 +22,16 @@ class CausalLMOutput(NamedTuple):
     loss: Tensor | None = None
 
 
-class CausalLM(nn.Module):
-    """LightNet language model.
+class CausalLM(Backbone):
+    """LightNet language model; not causal, the same parts make the masked language model.
 
     Parameter names (``embedding``, ``tpe``, ``layers.I``, ``norm``, ``head``) are the one naming scheme of the project: the
     pipeline engine builds the same parts under the same names.
     """
 
     def __init__(self, config: ModelConfig, layers: PlainLayers | None = None):
-        super().__init__()
         layers = layers or PlainLayers()
-        self.config, self.layers_set = config, layers
-        self.embedding = layers.embedding(config.vocab_size, config.width, config.initializer_std)
-        self.tpe = ToeplitzEncoding(config) if config.tpe else None
-        self.layers = nn.ModuleList([Block(config, layers, index) for index in range(config.layers)])
-        self.norm = Norm(config.norm, config.width, config.norm_eps)
+        super().__init__(config, layers, layers.embedding(config.vocab_size, config.width, config.initializer_std))
         self.head = None if config.tie_embeddings else build_head(config, layers)
 
     def embed(
