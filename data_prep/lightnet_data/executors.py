@@ -1,12 +1,15 @@
 """Where the tasks of a stage run: processes of this machine, a Slurm array, or a Ray cluster, by datatrove's executors."""
 
 import contextlib
+import ctypes
 import io
 import logging
 import multiprocessing
+import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -20,6 +23,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from lightnet_data.errors import DataError
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 KINDS = ("local", "slurm", "ray")
 
 
@@ -88,7 +92,9 @@ class LocalExecutor(LocalPipelineExecutor):
         context = multiprocessing.get_context(method)
         running: dict[Future[None], int] = {}
         failed: dict[int, BaseException] = {}
-        with ProcessPoolExecutor(min(self.workers, len(ranks) or 1), context, initializer=_start_worker) as pool:
+        with ProcessPoolExecutor(
+            min(self.workers, len(ranks) or 1), context, initializer=_start_worker, initargs=(os.getpid(),)
+        ) as pool:
             waiting = iter(ranks)
             while True:
                 while not failed and len(running) < 2 * self.workers and (rank := next(waiting, None)) is not None:
@@ -126,8 +132,12 @@ def _nothing(rank: int) -> None:
     pass
 
 
-def _start_worker() -> None:
+def _start_worker(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    if sys.platform == "linux":  # a killed parent takes its workers along, which would wait for ever and hold the lock
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def run(

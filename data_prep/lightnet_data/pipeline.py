@@ -127,7 +127,7 @@ class TokenWriter(PipelineStep):
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
         """See the class."""
-        tokenizer = load_tokenizer(self.tokenizer, self.eod)
+        tokenizer = load_tokenizer(self.tokenizer, self.eod, self.stamp)
         dtype = token_dtype(tokenizer.vocab_size)
         end = np.array([tokenizer.eod_id], dtype=dtype)
         columns = {name: array(code) for name, code in COLUMNS.items()}
@@ -185,8 +185,8 @@ def fingerprint(plan: parts.Plan, rank: int, stamp: str) -> str:
 
 
 @lru_cache(maxsize=2)
-def load_tokenizer(path: Path, eod: str | None) -> Tokenizer:
-    """A tokenizer, once a process."""
+def load_tokenizer(path: Path, eod: str | None, stamp: str) -> Tokenizer:
+    """A tokenizer, once a process; ``stamp`` changes with the file's contents."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one thread
     return Tokenizer.load(path, eod)
 

@@ -31,7 +31,7 @@ class Cutter:
         first = 0
         while first < len(lengths):
             last = int(np.searchsorted(ends, ends[first] + self._limit - self._used, side="right")) - 1
-            if last == first and self._used:
+            if last <= first and self._used:
                 self._shard, self._used = self._shard + 1, 0
                 continue
             last = max(last, first + 1)

@@ -1,0 +1,295 @@
+"""What a preparation makes of interruptions: it goes on from finished parts and ends as if nothing had been."""
+
+import fcntl
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+from lightnet_data import manifest, pipeline
+from lightnet_data.documents import DocumentReader
+from lightnet_data.storage import TokenStore
+from lightnet_data.tokenizer import Tokenizer
+
+Run = Callable[..., Result]
+PART_BYTES = 7000
+# lightnet prep in a process of its own, over small parts, each document slowed by argv[1] seconds.
+PREP = f"""
+import sys, time
+from lightnet_data import parts
+from lightnet_data.tokenizer import Tokenizer
+from lightnet_llm.cli.prep import prep
+parts.PART_BYTES = {PART_BYTES}
+wait, original = float(sys.argv[1]), Tokenizer.encode_array
+def slowly(self, text):
+    time.sleep(wait)
+    return original(self, text)
+Tokenizer.encode_array = slowly
+prep(sys.argv[2:])
+"""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightnet_data.parts.PART_BYTES", PART_BYTES)
+
+
+@pytest.fixture
+def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Parts that were tokenised in this process."""
+    ranks: list[int] = []
+    original = pipeline.TokenWriter.run
+
+    def run(self: pipeline.TokenWriter, data: Iterator[object], rank: int = 0, world_size: int = 1) -> None:
+        original(self, data, rank, world_size)  # type: ignore[arg-type]
+        ranks.append(rank)
+
+    monkeypatch.setattr(pipeline.TokenWriter, "run", run)
+    return ranks
+
+
+def killed(arguments: list[object], partial: Path, parts: int, kill: Callable[[int], None]) -> int:
+    """Start a slow preparation and end it once so many parts are done; its exit status."""
+    command = [sys.executable, "-c", PREP, "0.02", *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.time() + 60
+    while len(list(partial.glob("parts/*.json"))) < parts:
+        assert process.poll() is None and time.time() < deadline
+        time.sleep(0.01)
+    kill(process.pid)
+    return process.wait(60)
+
+
+def wait_for_lock(partial: Path) -> None:
+    """Until the workers of a killed process are gone, too."""
+    deadline = time.time() + 30
+    with (partial / ".lightnet-prep.lock").open("r+") as lock:
+        while time.time() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(0.05)
+    raise AssertionError("workers outlive their killed parent")
+
+
+@pytest.mark.parametrize(
+    ("workers", "end"), [(1, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGINT), (2, signal.SIGTERM)]
+)
+def test_killed_and_run_again_equals_uninterrupted(
+    tmp_path: Path,
+    corpus: Path,
+    run_prep: Run,
+    tokenizer_file: Path,
+    small_parts: None,
+    tokenized: list[int],
+    workers: int,
+    end: signal.Signals,
+) -> None:
+    options: list[object] = ["--tokenizer", tokenizer_file, "--shard-tokens", 3000]
+    assert run_prep(corpus, "--output", tmp_path / "whole", *options).exit_code == 0
+    parts = list(tokenized)
+    assert len(parts) >= 8
+    partial = tmp_path / "out.partial"
+    given = [corpus, "--output", tmp_path / "out", *options]
+    code = killed([*given, "--workers", workers], partial, 2, lambda pid: os.kill(pid, end))
+    assert code in (-end, 1) and not (tmp_path / "out").exists()
+    wait_for_lock(partial)
+    done = {int(path.stem) for path in partial.glob("parts/*.json")}
+    tokenized.clear()
+    result = run_prep(*given)
+    assert result.exit_code == 0 and "left behind by a run that was stopped" in result.stderr
+    assert 2 <= len(done) < len(parts)
+    assert sorted(tokenized) == sorted(set(parts) - done)  # finished parts are not redone
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert {path.name for path in tmp_path.iterdir()} == {corpus.name, "out", "whole"}
+
+
+def interrupted(run_prep: Run, given: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that finishes its parts and then fails."""
+    with monkeypatch.context() as patch:
+        patch.setattr("lightnet_data.merging.write", lambda *arguments: (_ for _ in ()).throw(OSError(28, "No space")))
+        assert run_prep(*given).exit_code == 1
+
+
+def test_only_changed_inputs_are_redone(
+    tmp_path: Path,
+    corpus: Path,
+    run_prep: Run,
+    tokenizer_file: Path,
+    tokenized: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    small_parts: None,
+) -> None:
+    (tmp_path / "in").mkdir()
+    lines = corpus.read_text().splitlines(keepends=True)
+    for number in range(4):
+        (tmp_path / "in" / f"{number}.jsonl").write_text("".join(lines[number * 6 : number * 6 + 6]))
+    given: list[object] = [tmp_path / "in", "--output", tmp_path / "out", "--tokenizer", tokenizer_file]
+    interrupted(run_prep, given, monkeypatch)
+    assert tokenized == [0, 1, 2, 3]
+    (tmp_path / "in" / "2.jsonl").write_text("".join(lines[40:47]))
+    tokenized.clear()
+    result = run_prep(*given)
+    assert result.exit_code == 0 and "1 finished parts are of other inputs" in result.stderr
+    assert tokenized == [2]
+    whole = run_prep(*given[:2], tmp_path / "whole", *given[3:])
+    assert whole.exit_code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_another_tokenizer_redoes_all_and_another_shard_size_nothing(
+    tmp_path: Path,
+    corpus: Path,
+    run_prep: Run,
+    tokenizer_file: Path,
+    python_texts: list[str],
+    tokenized: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    small_parts: None,
+) -> None:
+    other = Tokenizer.train(python_texts, 500).save(tmp_path)
+    given: list[object] = [corpus, "--output", tmp_path / "out", "--tokenizer"]
+    interrupted(run_prep, [*given, tokenizer_file], monkeypatch)
+    parts = list(tokenized)
+    tokenized.clear()
+    interrupted(run_prep, [*given, tokenizer_file, "--shard-tokens", 500, "--holdout", 0.2], monkeypatch)
+    assert tokenized == []
+    assert run_prep(*given, other).exit_code == 0
+    assert tokenized == parts
+    assert max(max(document.tokens) for document in DocumentReader(tmp_path / "out" / "train")) < 500
+
+
+def test_a_changed_file_of_a_finished_set_is_refused(
+    tmp_path: Path, corpus: Path, run_prep: Run, tokenizer_file: Path, python_texts: list[str]
+) -> None:
+    given = [corpus, "--output", tmp_path / "out", "--tokenizer"]
+    assert run_prep(*given, tokenizer_file).exit_code == 0
+    before = contents(tmp_path / "out")
+    refused = run_prep(*given, Tokenizer.train(python_texts, 500).save(tmp_path))
+    assert refused.exit_code == 1 and "made with another tokenizer" in refused.stderr
+    corpus.write_text(corpus.read_text().replace("def", "fed", 1))  # the same size
+    refused = run_prep(*given, tokenizer_file)
+    assert refused.exit_code == 1 and "made from other files" in refused.stderr
+    assert contents(tmp_path / "out") == before
+
+
+def limited(limits: dict[int, int], *arguments: object) -> subprocess.CompletedProcess[str]:
+    """``lightnet prep`` under resource limits."""
+
+    def limit() -> None:
+        for what, value in limits.items():
+            resource.setrlimit(what, (value, value))
+
+    command = [sys.executable, "-c", PREP, "0", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=120, check=False)
+
+
+def test_a_disk_that_takes_no_more(tmp_path: Path, corpus: Path, run_prep: Run, tokenizer_file: Path) -> None:
+    """A limit on the size of a file stands for the full disk: write() fails in the middle of a part."""
+    options = ["--tokenizer", tokenizer_file]
+    for workers in (1, 2):
+        given = [corpus, "--output", tmp_path / "out", *options, "--workers", workers]
+        failed = limited({resource.RLIMIT_FSIZE: 3000}, *given)
+        assert failed.returncode == 1 and failed.stdout == ""
+        assert (
+            failed.stderr.startswith("error: ") and failed.stderr.count("\n") == 1 and "File too large" in failed.stderr
+        )
+        assert not (tmp_path / "out").exists()
+    assert run_prep(corpus, "--output", tmp_path / "out", *options).exit_code == 0
+    assert run_prep(corpus, "--output", tmp_path / "whole", *options).exit_code == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_full_disk(tmp_path: Path, python_texts: list[str], tokenizer_file: Path) -> None:
+    corpus, disk = tmp_path / "corpus.jsonl", tmp_path / "disk"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in python_texts) * 20)
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", disk], check=False).returncode:
+        pytest.skip("this container may not mount")
+    try:
+        failed = limited({}, corpus, "--output", disk / "out", "--tokenizer", tokenizer_file)
+        assert failed.returncode == 1 and failed.stderr.count("\n") == 1
+        assert failed.stderr.startswith("error: ") and "No space left" in failed.stderr
+        assert not (disk / "out").exists()
+    finally:
+        subprocess.run(["umount", disk], check=False)
+
+
+def test_a_hundred_shards_with_few_open_files(tmp_path: Path, python_texts: list[str], tokenizer_file: Path) -> None:
+    """``ulimit -n 64``, 100 input files, four workers, and more than 100 output shards."""
+    (tmp_path / "in").mkdir()
+    for number in range(100):
+        text = python_texts[number % 9][number * 20 :][:1500]
+        (tmp_path / "in" / f"{number:03d}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    given = [tmp_path / "in", "--output", tmp_path / "out", "--tokenizer", tokenizer_file, "--holdout", 0, "--json"]
+    done = limited({resource.RLIMIT_NOFILE: 64}, *given, "--workers", 4, "--shard-tokens", 500)
+    assert done.returncode == 0, done.stderr
+    split = json.loads(done.stdout)["splits"]["train"]
+    assert split["documents"] == 100 and len(split["shards"]) >= 50
+
+
+def test_two_preparations_into_one_folder(tmp_path: Path, corpus: Path, run_prep: Run, tokenizer_file: Path) -> None:
+    given = [corpus, "--output", tmp_path / "out", "--tokenizer", tokenizer_file]
+    command = [sys.executable, "-c", PREP, "0.05", *map(str, given)]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.time() + 60
+    while not (tmp_path / "out.partial" / "plan.pickle").exists():
+        assert first.poll() is None and time.time() < deadline
+        time.sleep(0.01)
+    second = run_prep(*given)
+    assert second.exit_code == 1 and "another lightnet prep is writing it" in second.stderr
+    assert first.wait(60) == 0
+    assert manifest.load(tmp_path / "out")["documents"] == 60
+
+
+def test_a_killed_worker_is_an_error_and_the_rest_is_kept(
+    tmp_path: Path, corpus: Path, run_prep: Run, tokenizer_file: Path, small_parts: None
+) -> None:
+    given = [corpus, "--output", tmp_path / "out", "--tokenizer", tokenizer_file]
+
+    def kill_a_worker(parent: int) -> None:
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+
+    assert killed([*given, "--workers", 2], tmp_path / "out.partial", 2, kill_a_worker) == 1
+    assert not (tmp_path / "out").exists() and (tmp_path / "out.partial").exists()
+    assert run_prep(*given).exit_code == 0
+    assert run_prep(corpus, "--output", tmp_path / "whole", "--tokenizer", tokenizer_file).exit_code == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_ends_of_documents_and_parts_add_up(
+    tmp_path: Path,
+    corpus: Path,
+    run_prep: Run,
+    tokenizer_file: Path,
+    small_parts: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many end-of-document tokens as documents, and parts merged are the whole tokenised at once, last one included."""
+    options = ["--tokenizer", tokenizer_file, "--holdout", 0]
+    assert run_prep(corpus, "--output", tmp_path / "parts", *options, "--workers", 3).exit_code == 0
+    monkeypatch.undo()
+    assert run_prep(corpus, "--output", tmp_path / "whole", *options).exit_code == 0
+    for name in ("train.bin", "train.idx", "train.bytes.npy"):
+        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    tokenizer = Tokenizer.load(tokenizer_file)
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    expected = np.concatenate([[*tokenizer.encode(text), tokenizer.eod_id] for text in texts])
+    store = TokenStore(tmp_path / "parts" / "train")
+    tokens = np.fromfile(tmp_path / "parts" / "train.bin", dtype=np.uint16)
+    assert tokens.tolist() == expected.tolist()
+    assert (tokens == store.eod_id).sum() == len(store) == len(texts) == manifest.load(tmp_path / "parts")["documents"]
