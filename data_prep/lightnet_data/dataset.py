@@ -3,61 +3,68 @@
 import operator
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from lightnet_data import webdataset_tokens
 from lightnet_data.errors import DataError
-from lightnet_data.storage import TokenStore
+from lightnet_data.shuffle import Permutation
+from lightnet_data.stream import StreamWindows, Window
 
 Sample = dict[str, Any]
 
-_DOCUMENTS, _WINDOWS = 0, 1  # what a permutation of an epoch is of
+# How positions become samples. Runs record it, so that none is continued in another order; 1 shuffled documents too.
+ORDER_VERSION = 2
 _KEPT_EPOCHS = 2  # a loader's workers straddle at most two epochs
 
 
-def permutation(count: int, seed: int, epoch: int, purpose: int) -> NDArray[np.int64]:
-    """A permutation of ``range(count)``, int64 [count], that no version of numpy changes.
+class Windows(Protocol):
+    """Fixed windows in stored order: of .bin/.idx shards or of packed tar shards."""
 
-    numpy promises the raw stream of a bit generator and nothing about ``Generator.permutation``; so the order is the
-    stable order of the raw 64-bit words of Philox4x64 with the key (seed, 2 * epoch + purpose).
-    """
-    words = np.random.Philox(key=np.array([seed & (2**64 - 1), 2 * epoch + purpose], dtype=np.uint64)).random_raw(count)
-    return np.argsort(words, kind="stable").astype(np.int64, copy=False)
+    samples: int
+    tokens: int
+    eod_id: int
+
+    def check(self) -> None:
+        """Look at every shard, as far as opening has not.
+
+        Raises:
+            DataError: one is missing or cut.
+        """
+        ...
+
+    def read(self, indices: Sequence[int]) -> list[Window]:
+        """Tokens int64 [N + 1] of each window, and where a segment begins among its inputs, bool [N]."""
+        ...
 
 
-class _Epoch:
-    """The order of one pass over the documents."""
-
-    def __init__(self, store: TokenStore, samples: int, seed: int, epoch: int, shuffle: bool) -> None:
-        self.order: NDArray[np.int64] | None = None
-        self.windows: NDArray[np.int64] | None = None
-        self.starts = store.starts  # position of each document in this epoch's stream, int64 [documents + 1]
-        if shuffle:
-            self.order = permutation(len(store), seed, epoch, _DOCUMENTS)
-            self.windows = permutation(samples, seed, epoch, _WINDOWS)
-            self.starts = np.concatenate([[0], np.cumsum(np.diff(store.starts)[self.order])])
+def open_windows(location: str | Path, sequence_length: int, eod_id: int | None = None) -> Windows:
+    """The windows at a prefix (``DIR/train``) or URL, in whichever format it holds."""
+    if webdataset_tokens.is_packed(location):
+        return webdataset_tokens.ShardWindows(location, sequence_length, eod_id)
+    return StreamWindows(location, sequence_length, eod_id)
 
 
 class PackedTokens(torch.utils.data.Dataset[Sample]):
     """Windows of ``sequence_length`` inputs and their next tokens over a prepared data set; map-style.
 
-    An epoch is a stream: all documents, in an order drawn from (seed, epoch), each followed by its stored
-    end-of-document token. The stream is cut into windows of ``sequence_length`` + 1 tokens that overlap by one, so
-    that the last target of a window is the first input of the next one, and the windows are put in an order drawn
-    from (seed, epoch). What is left over at the end of the stream is dropped (``dropped_tokens``). Every other token of
-    the stream but its first is the target of exactly one window; no target is masked.
+    All documents, in stored order over all shards, each followed by its stored end-of-document token, are one stream. It
+    is cut into windows of ``sequence_length`` + 1 tokens that overlap by one, so that the last target of a window is the
+    first input of the next one. An epoch is every window once, in an order drawn from (seed, epoch) over all of them.
+    What is left over at the end of the stream is dropped (``dropped_tokens``). Every other token of the stream but its
+    first is the target of exactly one window; no target is masked.
 
     No state may cross a document: a segment begins at position 0 of every window and at every input that is the
     end-of-document token. That token is the last target of the document before it and the first input of the next.
 
     Args:
-        prefix: path without ``.bin``/``.idx``.
+        prefix: path without ``.bin``/``.idx`` (and a shard's number), or the folder or URL of packed tar shards and the
+            split's name.
         sequence_length: inputs of a window, N.
         seed: with the position, all that a sample depends on.
-        shuffle: False gives documents and windows in stored order, in every epoch (validation).
+        shuffle: False gives windows in stored order, in every epoch (validation).
         eod_id: end-of-document token; left out, from the manifest, else the last token of the first document.
 
     Attributes:
@@ -78,21 +85,21 @@ class PackedTokens(torch.utils.data.Dataset[Sample]):
     ) -> None:
         if sequence_length < 1:
             raise DataError(f"sequence_length {sequence_length}: must be at least 1")
-        self.store = TokenStore(prefix, eod_id)
+        self.windows = open_windows(prefix, sequence_length, eod_id)
         self.prefix = str(prefix)
         self.sequence_length = sequence_length
         self.seed = seed
         self.shuffle = shuffle
-        self.eod_id = self.store.eod_id
-        self.tokens = self.store.tokens
-        self.samples_per_epoch = (self.tokens - 1) // sequence_length
+        self.eod_id = self.windows.eod_id
+        self.tokens = self.windows.tokens
+        self.samples_per_epoch = self.windows.samples
         if self.samples_per_epoch < 1:
             raise DataError(
-                f"{prefix}.bin: {self.tokens} tokens are fewer than sequence_length {sequence_length} + 1; "
+                f"{prefix}: {self.tokens} tokens are fewer than sequence_length {sequence_length} + 1; "
                 f"the largest sequence_length for it is {self.tokens - 1}"
             )
         self.dropped_tokens = self.tokens - 1 - self.samples_per_epoch * sequence_length
-        self._epochs: dict[int, _Epoch] = {}
+        self._epochs: dict[int, Permutation] = {}
 
     def __len__(self) -> int:
         """Samples of one epoch. Positions beyond it are valid: they belong to later epochs."""
@@ -112,44 +119,29 @@ class PackedTokens(torch.utils.data.Dataset[Sample]):
             input_ids: int64 [N]. labels: int64 [N], the token after each input. segment_starts: bool [N], True where
             a segment begins (always at 0). sample_id: the position. Arrays are numpy's.
         """
-        position = operator.index(position)
+        return self.__getitems__([position])[0]
+
+    def __getitems__(self, positions: Sequence[int]) -> list[Sample]:
+        """Several samples at once; where they come from elsewhere they are fetched together."""
+        positions = [operator.index(position) for position in positions]
+        windows = self.windows.read([self.window_at(position) for position in positions])
+        return [
+            {"input_ids": tokens[:-1], "labels": tokens[1:], "segment_starts": starts, "sample_id": position}
+            for position, (tokens, starts) in zip(positions, windows, strict=True)
+        ]
+
+    def window_at(self, position: int) -> int:
+        """Which window, in stored order, is the sample at a global position."""
         if position < 0:
             raise IndexError(f"sample position {position} is negative")
-        number, place = divmod(position, self.samples_per_epoch)
-        epoch = self._epoch(number)
-        window = place if epoch.windows is None else int(epoch.windows[place])
-        tokens = self._stream(epoch, window * self.sequence_length, self.sequence_length + 1)
-        inputs = tokens[:-1]
-        segment_starts = inputs == self.eod_id
-        segment_starts[0] = True
-        return {"input_ids": inputs, "labels": tokens[1:], "segment_starts": segment_starts, "sample_id": position}
-
-    def _epoch(self, number: int) -> _Epoch:
-        key = number if self.shuffle else 0
-        if key not in self._epochs:
+        epoch, place = divmod(position, self.samples_per_epoch)
+        if not self.shuffle:
+            return place
+        if epoch not in self._epochs:
             while len(self._epochs) >= _KEPT_EPOCHS:
                 del self._epochs[next(iter(self._epochs))]
-            self._epochs[key] = _Epoch(self.store, self.samples_per_epoch, self.seed, key, self.shuffle)
-        return self._epochs[key]
-
-    def _stream(self, epoch: _Epoch, start: int, count: int) -> NDArray[np.int64]:
-        """Tokens [start, start + count) of an epoch's stream, int64 [count]."""
-        if epoch.order is None:
-            return self.store.read(start, count).astype(np.int64)
-        out = np.empty(count, dtype=np.int64)
-        slot = int(np.searchsorted(epoch.starts, start, side="right")) - 1
-        filled = 0
-        while filled < count:
-            document = epoch.order[slot]
-            skip = start + filled - int(epoch.starts[slot])
-            take = min(count - filled, int(epoch.starts[slot + 1] - epoch.starts[slot]) - skip)
-            out[filled : filled + take] = self.store.read(int(self.store.starts[document]) + skip, take)
-            filled += take
-            slot += 1
-        return out
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_epochs": {}}  # a spawned worker draws its own
+            self._epochs[epoch] = Permutation(self.samples_per_epoch, self.seed, epoch)
+        return self._epochs[epoch](place)
 
 
 def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:

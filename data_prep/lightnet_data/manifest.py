@@ -11,24 +11,31 @@ FORMAT = "lightnet-data"
 FORMAT_VERSION = 1
 
 
+def is_url(location: str | Path) -> bool:
+    """Whether fsspec opens a location, rather than this machine's file system."""
+    return "://" in str(location)
+
+
 def load(folder: str | Path) -> dict[str, Any]:
     """The manifest of a folder written by ``lightnet prep``.
 
     Args:
-        folder: the folder, or the manifest file itself.
+        folder: the folder, its URL, or the manifest file itself.
 
     Raises:
         DataError: there is none, it is not JSON, or a newer version of this package wrote it.
     """
-    path = Path(folder)
-    if path.is_dir():
+    path: str | Path = f"{folder}/{FILE_NAME}" if is_url(folder) else Path(folder)
+    if isinstance(path, Path) and path.is_dir():
         path = path / FILE_NAME
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(_read(path))
     except FileNotFoundError:
         raise DataError(f"{path}: no manifest; is this a finished output folder of lightnet prep?") from None
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not a readable manifest ({error}); run lightnet prep again") from None
+    except Exception as error:  # of a remote file system: each has its own
+        raise DataError(f"{path}: cannot read it ({type(error).__name__}: {error})") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DataError(f'{path}: not a manifest of lightnet prep (no "format": "{FORMAT}")')
     version = manifest.get("format_version")
@@ -37,12 +44,24 @@ def load(folder: str | Path) -> dict[str, Any]:
     return manifest
 
 
+def _read(path: str | Path) -> str:
+    if isinstance(path, Path):
+        return path.read_text(encoding="utf-8")
+    import fsspec
+
+    with fsspec.open(path, "rb") as file:
+        data: bytes = file.read()
+    return data.decode("utf-8")
+
+
 def find(prefix: str | Path) -> dict[str, Any] | None:
     """The manifest in the folder of a data set prefix (``DIR/train``), or None for shards of another stack.
 
     Raises:
         DataError: there is a manifest of ours that cannot be read.
     """
+    if is_url(prefix):
+        return load(str(prefix).rpartition("/")[0])
     path = Path(prefix).parent / FILE_NAME
     if not path.exists():
         return None

@@ -4,7 +4,10 @@ Importing megatron-core takes some seconds and prints warnings about optional pa
 functions that need it.
 """
 
+import mmap
+import os
 import warnings
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +38,12 @@ class TokenStore:
         prefix: path without ``.bin``/``.idx``.
         eod_id: the end-of-document token. Left out, it is taken from the manifest in the same folder, else it is the
             last token of the first document.
+        checked: how many documents are looked at to see that they end with ``eod_id``.
 
     Attributes:
-        starts: int64 [documents + 1], position of each document's first token; the last entry is ``tokens``.
+        starts: int64 [documents + 1], position of each document's first token; the last entry is ``tokens``. Made when
+            it is asked for: it takes 8 bytes a document, and the rest of the index is only mapped.
+        dtype: how tokens are stored.
         tokens: number of stored tokens.
         eod_id: the end-of-document token.
 
@@ -45,23 +51,27 @@ class TokenStore:
         DataError: a file is missing, cut or damaged, or documents do not end with ``eod_id``.
     """
 
-    def __init__(self, prefix: str | Path, eod_id: int | None = None) -> None:
+    def __init__(self, prefix: str | Path, eod_id: int | None = None, checked: int = EOD_CHECK_DOCUMENTS) -> None:
         self.prefix = str(prefix)
-        self._eod_argument = eod_id
+        self._eod_argument, self._checked = eod_id, checked
         self._open()
 
     def _open(self) -> None:
         self._data = _open_checked(self.prefix)
         index = self._data.index
-        self._dtype: type[np.number[Any]] = index.dtype
-        self._itemsize = int(np.dtype(index.dtype).itemsize)
-        self.tokens = int(index.sequence_lengths.sum(dtype=np.int64))
+        self.dtype: np.dtype[Any] = np.dtype(index.dtype)
+        self.tokens = _bytes_described(index) // self.dtype.itemsize
+        self.eod_id = self._find_eod()
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """Position of each document's first token."""
+        index = self._data.index
         # A document of another stack may be several sequences; ours is always one.
-        pointers = np.append(index.sequence_pointers // self._itemsize, self.tokens)
+        pointers = np.append(index.sequence_pointers // self.dtype.itemsize, self.tokens)
         starts = pointers[index.document_indices]
         filled = np.append(np.diff(starts) > 0, True)
-        self.starts: NDArray[np.int64] = starts[filled].astype(np.int64, copy=False)
-        self.eod_id = self._find_eod()
+        return starts[filled].astype(np.int64, copy=False)
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -69,7 +79,7 @@ class TokenStore:
 
     def read(self, start: int, count: int) -> NDArray[Any]:
         """Tokens [start, start + count) of the stored order, in the stored dtype, read-only."""
-        tokens: NDArray[Any] = self._data.bin_reader.read(self._dtype, count, start * self._itemsize)
+        tokens: NDArray[Any] = self._data.bin_reader.read(self.dtype, count, start * self.dtype.itemsize)
         return tokens
 
     def document(self, index: int) -> NDArray[Any]:
@@ -78,35 +88,71 @@ class TokenStore:
         return self.read(start, end - start)
 
     def _find_eod(self) -> int:
-        eod_id = self._eod_argument
+        index, eod_id = self._data.index, self._eod_argument
+        documents = len(index.document_indices) - 1
         if eod_id is None:
             written = manifest.find(self.prefix)
-            eod_id = int(written["tokenizer"]["eod_id"]) if written else int(self.read(int(self.starts[1]) - 1, 1)[0])
-        sample = np.unique(np.linspace(0, len(self) - 1, min(len(self), EOD_CHECK_DOCUMENTS)).astype(np.int64))
-        for document in sample:
-            last = int(self.read(int(self.starts[document + 1]) - 1, 1)[0])
+            eod_id = int(written["tokenizer"]["eod_id"]) if written else None
+        chosen = np.unique(np.linspace(0, documents - 1, min(documents, self._checked)).astype(np.int64))
+        for document, last in zip(chosen, self._last_tokens(chosen), strict=True):
+            if last is None:
+                continue
+            eod_id = last if eod_id is None else eod_id
             if last != eod_id:
                 raise DataError(
                     f"{self.prefix}.bin: document {document} ends with token {last}, not with the end-of-document "
                     f"token {eod_id}; write the data with one appended to each document (lightnet prep does so, and "
                     "megatron's preprocess_data.py with --append-eod)"
                 )
+        if eod_id is None:
+            raise DataError(f"{self.prefix}.idx: no document to take the end-of-document token from; give eod_id")
         return eod_id
 
-    def __getstate__(self) -> tuple[str, int | None]:
-        return self.prefix, self._eod_argument
+    def _last_tokens(self, documents: NDArray[np.int64]) -> list[int | None]:
+        """The last token of some documents; None for one without tokens."""
+        index, size, found = self._data.index, self.dtype.itemsize, list[int | None]()
+        mapped: mmap.mmap = index.bin_buffer_mmap._mmap
+        mapped.madvise(
+            mmap.MADV_RANDOM
+        )  # else each look reads as much ahead as the device is set to, some of them 8 MB
+        with Path(f"{self.prefix}.bin").open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            for document in documents:
+                first, end = (int(number) for number in index.document_indices[document : document + 2])
+                begin = int(index.sequence_pointers[first]) if first < len(index) else self.tokens * size
+                stop = int(index.sequence_pointers[end]) if end < len(index) else self.tokens * size
+                if stop == begin:
+                    found.append(None)
+                else:
+                    found.append(int(np.frombuffer(os.pread(file.fileno(), size, stop - size), self.dtype)[0]))
+        mapped.madvise(mmap.MADV_NORMAL)
+        return found
 
-    def __setstate__(self, state: tuple[str, int | None]) -> None:
-        self.prefix, self._eod_argument = state
+    def __getstate__(self) -> tuple[str, int | None, int]:
+        return self.prefix, self._eod_argument, self._checked
+
+    def __setstate__(self, state: tuple[str, int | None, int]) -> None:
+        self.prefix, self._eod_argument, self._checked = state
         self._open()
+
+
+def _bytes_described(index: Any) -> int:
+    """Bytes of the .bin that an index describes, from its last entry: no walk over all documents."""
+    if not len(index):
+        return 0
+    return int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * int(np.dtype(index.dtype).itemsize)
 
 
 def _missing_hint(prefix: str) -> str:
     if prefix.endswith((".bin", ".idx")):
         return "give the path without .bin or .idx"
-    written = manifest.find(prefix) or {}
-    if written.get("splits", {}).get(Path(prefix).name, {}).get("documents") == 0:
+    splits, name = (manifest.find(prefix) or {}).get("splits", {}), Path(prefix).name
+    if splits.get(name, {}).get("documents") == 0:
         return "lightnet prep held out no document for it; use a larger --holdout or more documents"
+    if "webdataset" in splits.get(name, {}):
+        return "the folder holds packed samples, without documents; name the .bin/.idx that they were made from"
+    if any(name in split.get("shards", []) for split in splits.values()):
+        return "the manifest lists it: copy the data set again or run lightnet prep"
     return "run lightnet prep"
 
 
@@ -127,8 +173,7 @@ def _open_checked(prefix: str) -> Any:
         raise DataError(f"{idx_path}: damaged or cut index ({detail}); copy it again or run lightnet prep") from None
     except Exception as error:  # struct.error of a header that is too short has no common base with the above
         raise DataError(f"{idx_path}: damaged or cut index ({error}); copy it again or run lightnet prep") from None
-    lengths, itemsize = data.index.sequence_lengths, int(np.dtype(data.index.dtype).itemsize)
-    expected, actual = int(lengths.sum(dtype=np.int64)) * itemsize, bin_path.stat().st_size
+    expected, actual = _bytes_described(data.index), bin_path.stat().st_size
     if expected != actual:
         raise DataError(
             f"{bin_path}: {actual} bytes, but {idx_path.name} describes {expected}; the file is cut or belongs to "

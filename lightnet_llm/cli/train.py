@@ -117,6 +117,7 @@ def train(
     resolved = resolve(loaded, world)
     if dry_run:
         resolved["problems"] = _problems(loaded)
+        resolved["data"] = _epochs(loaded, resolved)
     if as_json:
         click.echo(json.dumps(resolved, indent=2))
     else:
@@ -131,10 +132,12 @@ def train(
     if dry_run:
         if not as_json:
             from ..parallel.holdings import lines
+            from ..training.sources import lines as source_lines
 
             click.echo("\n".join(lines(resolved["ranks"])))
             if loaded.parallel.pipeline_partition == "time" and loaded.parallel.pipeline > 1:
                 click.echo("stages are chosen by measured time when the run starts; shown as if by parameters")
+            click.echo("\n".join(source_lines(resolved["data"])))
             for problem in resolved["problems"]:
                 click.echo(f"would not start: {problem}")
         return
@@ -159,6 +162,21 @@ def train(
         (folder.path / HANDOVER).unlink(missing_ok=True)  # it holds the environment, which may hold secrets
     if not as_json:
         click.echo(f"{folder.path}: step {_last_step(folder)}", err=True)
+
+
+def _epochs(config: RunConfig, resolved: dict[str, Any]) -> list[dict[str, Any]]:
+    """How often the run passes over each source of data; empty where they cannot be read here."""
+    from lightnet_data.errors import DataError
+
+    from ..training.sources import epochs
+
+    try:
+        return epochs(config, resolved["tokens"] // config.data.sequence_length)
+    except (UserError, DataError) as error:
+        problem = str(error)
+    if problem not in resolved["problems"]:
+        resolved["problems"].append(problem)
+    return []
 
 
 def _problems(config: RunConfig) -> list[str]:

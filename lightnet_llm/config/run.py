@@ -1,24 +1,81 @@
 """Everything about a run that is not the architecture: data, optimisation, layout, files."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from ..errors import nearest
 from .base import Section
 from .launch import LaunchConfig
 from .model import ModelConfig
 
 
+class SourceConfig(Section):
+    """One source of a mixture."""
+
+    path: str = Field(description="Folder written by `lightnet prep`, or its URL.")
+    split: str = Field(default="train", description="Split to read.")
+    subset: str | None = Field(default=None, description="Which output of a folder prepared with `--by-subset`.")
+    weight: float = Field(ge=0, allow_inf_nan=False, description="Share of the training tokens, of the sum of weights.")
+
+
+class MixtureStage(Section):
+    """Other weights from some point of a run on."""
+
+    from_tokens: int = Field(gt=0, description="Training tokens after which the weights hold.")
+    weights: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
+        description="Weight of each source; one that is not named has 0."
+    )
+
+
 class DataConfig(Section):
     """Where tokens come from. A folder written by ``lightnet prep`` holds train, validation and tokenizer."""
 
-    path: str | None = Field(default=None, description="Folder written by `lightnet prep`.")
+    path: str | None = Field(
+        default=None, description="Folder written by `lightnet prep`, or the URL of one with packed samples."
+    )
+    mixture: dict[str, SourceConfig] = Field(
+        default_factory=dict,
+        description="Instead of `path`: name to `{path, weight, split: train, subset: null}`; weights are shares of the "
+        "training tokens.",
+    )
+    stages: list[MixtureStage] = Field(
+        default_factory=list,
+        description="Weights that change during a run, ascending: `{from_tokens, weights}`; each source goes on where it "
+        "stands, one that is not named has weight 0.",
+    )
     validation: dict[str, str] = Field(
         default_factory=dict,
         description="Further named validation sets: name to prepared folder (its held-out split) or .bin/.idx prefix.",
     )
     sequence_length: int = Field(default=2048, gt=0, description="Tokens per sample; longer documents are cut.")
     workers: int = Field(default=0, ge=0, description="Loader processes per rank; 0 loads in the training process.")
+
+    @model_validator(mode="after")
+    def _mixture(self) -> "DataConfig":
+        if not self.mixture:
+            if self.stages:
+                raise ValueError("stages change the weights of a mixture, and there is none; give `mixture`")
+            return self
+        if self.path is not None:
+            raise ValueError("path and mixture are both set; a mixture names its own folders: leave one of them out")
+        if not any(source.weight for source in self.mixture.values()):
+            raise ValueError("all weights of mixture are 0; give one source more")
+        before = 0
+        for stage in self.stages:
+            unknown = [name for name in stage.weights if name not in self.mixture]
+            if unknown:
+                hint = nearest(unknown[0], list(self.mixture)) or f"; its sources: {', '.join(self.mixture)}"
+                raise ValueError(f"stages name a source '{unknown[0]}' that mixture has not{hint}")
+            if not any(stage.weights.values()):
+                raise ValueError(f"all weights from token {stage.from_tokens} on are 0; give one source more")
+            if stage.from_tokens - before < self.sequence_length:
+                raise ValueError(
+                    f"a stage from token {before} ends at {stage.from_tokens}, before a sample of {self.sequence_length}; "
+                    "stages must be in order and a sample long"
+                )
+            before = stage.from_tokens
+        return self
 
 
 class OptimizerConfig(Section):

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from lightnet_data import manifest as manifests
 from lightnet_data.dataset import PackedTokens, collate
+from lightnet_data.errors import DataError
+from lightnet_data.mixture import Schedule
 from lightnet_data.sampler import GlobalBatchSampler
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -17,50 +19,52 @@ from torch.utils.data import DataLoader
 from ..config.run import RunConfig
 from ..errors import UserError
 from .schedule import Budget
+from .sources import (
+    common_tokenizer,
+    identity_of,
+    sources_of,
+    stages_of,
+    tokenizer_file,
+    training_samples,
+    used_sources,
+)
 
 Batch = dict[str, Tensor]
 
 
-def prepared_folder(config: RunConfig) -> Path:
-    """The folder of ``data.path``.
+def check_tokenizer(config: RunConfig) -> Path | None:
+    """The tokenizer file beside the data; refuses a model whose vocabulary is smaller than the tokenizer's.
 
     Raises:
-        UserError: not set, or not a folder written by ``lightnet prep``.
+        UserError: that, data that are not there, or sources of different tokenizers.
     """
-    if config.data.path is None:
-        raise UserError("data.path is not set; name a folder written by `lightnet prep INPUT... --output DIR`")
-    folder = Path(config.data.path)
-    if not folder.is_dir():
-        raise UserError(f"data.path {folder}: no such folder; write it with `lightnet prep INPUT... --output {folder}`")
-    return folder
-
-
-def check_tokenizer(config: RunConfig) -> Path | None:
-    """The tokenizer file beside the data; refuses a model whose vocabulary is smaller than the tokenizer's."""
-    folder = prepared_folder(config)
-    facts: dict[str, Any] = manifests.load(folder).get("tokenizer") or {}
-    size = int(facts.get("vocab_size", 0))
+    source = common_tokenizer(sources_of(config))
+    size = int(source.tokenizer.get("vocab_size", 0))
     if size > config.model.vocab_size:
         raise UserError(
-            f"model.vocab_size {config.model.vocab_size} is smaller than the {size} ids of the tokenizer in {folder}; "
-            f"set model.vocab_size={size} or more"
+            f"model.vocab_size {config.model.vocab_size} is smaller than the {size} ids of the tokenizer in "
+            f"{source.folder}; set model.vocab_size={size} or more"
         )
-    return next((p for p in (folder / "tokenizer.model", folder / "tokenizer.json") if p.is_file()), None)
+    return tokenizer_file(source)
 
 
 def check_sets(config: RunConfig) -> dict[str, Any]:
     """Open every data set once, so that a missing, cut or too short one is refused before any work.
 
     Returns:
-        What the training data are: number of tokens and the tokenizer's fingerprint.
+        What the training data are: number of tokens, the tokenizer's fingerprint, and how samples are ordered.
     """
-    folder = prepared_folder(config)
-    train = PackedTokens(folder / "train", config.data.sequence_length, config.train.seed)
+    tokens = {}
+    for name, source in sources_of(config).items():
+        opened = source.open(config)
+        opened.windows.check()
+        tokens[name] = int(opened.tokens)
+    if config.data.mixture:
+        Schedule(sorted(used_sources(config)), stages_of(config))
     if config.validation.interval:
         for prefix in validation_prefixes(config).values():
-            PackedTokens(prefix, config.data.sequence_length, shuffle=False)
-    tokenizer: dict[str, Any] = manifests.load(folder).get("tokenizer") or {}
-    return {"tokens": int(train.tokens), "tokenizer": tokenizer.get("fingerprint")}
+            PackedTokens(prefix, config.data.sequence_length, shuffle=False).windows.check()
+    return identity_of(config, tokens)
 
 
 def training_batches(config: RunConfig, budget: Budget, rank: int, size: int, start_step: int) -> Iterator[Batch]:
@@ -69,7 +73,7 @@ def training_batches(config: RunConfig, budget: Budget, rank: int, size: int, st
     Args:
         rank, size: place among the ranks that read different samples.
     """
-    dataset = PackedTokens(prepared_folder(config) / "train", config.data.sequence_length, config.train.seed)
+    dataset = training_samples(config)
     sampler = GlobalBatchSampler(budget.batch_at, config.train.micro_batch, rank, size, start_step, budget.steps)
     loader = DataLoader(
         dataset,
@@ -83,27 +87,47 @@ def training_batches(config: RunConfig, budget: Budget, rank: int, size: int, st
     return iter(loader)
 
 
-def validation_prefixes(config: RunConfig) -> dict[str, Path]:
-    """Named validation sets: the held-out split of ``data.path`` first, then those of ``data.validation``."""
-    folder = prepared_folder(config)
+def validation_prefixes(config: RunConfig) -> dict[str, str]:
+    """Named validation sets: the held-out split of ``data.path``, or those of a mixture's sources, then ``data.validation``."""
     prefixes = {}
-    if (folder / "validation.idx").is_file():
-        prefixes["heldout"] = folder / "validation"
+    for name, source in sources_of(config).items():
+        if name in used_sources(config) and _is_split(f"{source.folder}/validation"):
+            prefixes[name if config.data.mixture else "heldout"] = f"{source.folder}/validation"
     for name, given in config.data.validation.items():
         if name in prefixes:
-            raise UserError(f"data.validation.{name}: that name is the held-out split of data.path; choose another")
-        path = Path(given)
-        prefix = path / "validation" if path.is_dir() else path
-        if not prefix.with_name(prefix.name + ".idx").is_file():
+            raise UserError(
+                f"data.validation.{name}: that name is a held-out split of the training data; choose another"
+            )
+        prefix = f"{given.rstrip('/')}/validation" if _is_folder(given) else given
+        if not _is_split(prefix):
             raise UserError(f"data.validation.{name}: {prefix}.idx does not exist; name a prepared folder or a prefix")
         prefixes[name] = prefix
     return prefixes
 
 
+def _is_folder(given: str) -> bool:
+    if not manifests.is_url(given):
+        return Path(given).is_dir()
+    try:
+        manifests.load(given)
+    except DataError:
+        return False
+    return True
+
+
+def _is_split(location: str) -> bool:
+    """Whether there are tokens at a folder or URL and a split's name, of a format that can be read."""
+    if not manifests.is_url(location) and Path(f"{location}.idx").is_file():
+        return True
+    facts = manifests.find(location)
+    split = ((facts or {}).get("splits") or {}).get(location.rpartition("/")[2], {})
+    return "webdataset" in split or bool(split.get("shards"))
+
+
 class ValidationSet:
     """The first samples of a held-out set, cut into micro-batches; what fills the last one up does not count."""
 
-    def __init__(self, name: str, prefix: Path, config: RunConfig, rank: int, size: int):
+    def __init__(self, name: str, prefix: str, config: RunConfig, rank: int, size: int):
         self.name = name
         self.dataset = PackedTokens(prefix, config.data.sequence_length, shuffle=False)
         self.samples = min(config.validation.samples, self.dataset.samples_per_epoch)
@@ -112,7 +136,7 @@ class ValidationSet:
         self.micro_batches = -(-self.samples // unit)
         self.scale = self.micro_batches * unit / self.samples  # undoes the mean over positions that do not count
         facts = manifests.find(prefix)
-        split = (facts or {}).get("splits", {}).get(prefix.name, {})
+        split = (facts or {}).get("splits", {}).get(prefix.rpartition("/")[2], {})
         self.bytes_per_token = split["bytes"] / split["tokens"] if split.get("tokens") and split.get("bytes") else None
 
     def batches(self) -> Iterator[Batch]:

@@ -12,7 +12,7 @@ from ..config.deepspeed import deepspeed_config, effective_zero_stage
 from ..config.run import RunConfig
 from ..errors import UserError
 from ..parallel.layout import Layout
-from . import data
+from . import data, sources
 from .run_folder import RunFolder
 from .schedule import Budget, budget_of
 from .state import RunState
@@ -60,6 +60,8 @@ def prepare(config: RunConfig, folder: RunFolder, layout: Layout, launched: bool
     tokenizer = data.check_tokenizer(config)
     identity = data.check_sets(config)
     budget = budget_of(config, layout.data)
+    for line in sources.lines(sources.epochs(config, budget.samples_before(budget.steps))):
+        print(line, file=sys.stderr, flush=True)
     resume = config.train.resume != "never"
     done = folder.finished_step() if resume else None
     if done is not None and done >= budget.steps:
@@ -99,12 +101,21 @@ def _native(config: RunConfig) -> dict[str, Any]:
 def _check_checkpoint(
     path: Path, manifest: dict[str, Any], config: RunConfig, identity: dict[str, Any], budget: Budget
 ) -> RunState:
+    if manifest["data"].get("order", 1) != identity["order"]:
+        raise UserError(
+            f"{path} was trained on samples in another order (version {manifest['data'].get('order', 1)}, this is "
+            f"{identity['order']}); continue it with the version that wrote it, or start another run with train.init_from={path}"
+        )
     if manifest["data"] != identity:
         raise UserError(
-            f"data.path {config.data.path} holds other data than {path} was trained on ({identity} now, "
+            f"{_named(config)} holds other data than {path} was trained on ({identity} now, "
             f"{manifest['data']} then); restore them, or start another run with train.init_from={path}"
         )
     state = RunState.from_dict(manifest["state"])
     if state.step > budget.steps:
         raise UserError(f"{path} is at step {state.step} already, beyond the budget of {budget.steps} steps; raise it")
     return state
+
+
+def _named(config: RunConfig) -> str:
+    return "data.mixture" if config.data.mixture else f"data.path {config.data.path}"
