@@ -11,8 +11,10 @@ from ..errors import UserError
 
 VERBS = {
     "prep": "Turn text into token shards, with a tokenizer, a manifest and a held-out split.",
+    "data": "Verify and inspect prepared data; shards of images and latents.",
     "train": "Train a model from a configuration or preset, in parallel, resumably.",
     "launch": "Write ready files for Slurm, Kubernetes, torchrun or the deepspeed launcher.",
+    "convert": "Convert weights to and from Hugging Face folders, and average checkpoints.",
     "eval": "Measure a checkpoint on held-out text: nats, bits per byte, perplexity.",
     "generate": "Continue a prompt from a checkpoint.",
     "report": "Draw a run's losses, rates and throughput into one HTML page.",

@@ -1,0 +1,161 @@
+"""``lightnet data inspect``: what is in a prepared data set of tokens. Pictures: ``inspection_picture``."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightnet_data import manifest
+from lightnet_data.errors import DataError
+from lightnet_data.storage import TokenStore
+from lightnet_data.stream import shards_of
+from lightnet_data.tokenizer import Tokenizer
+
+BINS = 40  # powers of two: documents of 1 token to 2^39
+
+
+@dataclass
+class Lengths:
+    """Documents of one data set by length.
+
+    ``documents`` and ``tokens`` [BINS]: of documents of [2^i, 2^(i+1)) tokens, the end-of-document token counted.
+    """
+
+    documents: list[int]
+    tokens: list[int]
+    shortest: int
+    longest: int
+    mean: float
+    median: float
+
+
+@dataclass
+class Shown:
+    """One document, decoded."""
+
+    split: str
+    index: int
+    tokens: int
+    bytes: int
+    text: str
+
+
+def inspect(
+    folder: str | Path,
+    split: str = "train",
+    first: int = 0,
+    drawn: int = 0,
+    seed: int = 0,
+    indices: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Facts and documents of a folder made by ``lightnet prep``.
+
+    Args:
+        folder: the folder, or one of its outputs.
+        split: whose documents are shown and counted by length.
+        first: how many documents from the first on are shown.
+        drawn: how many more, drawn with ``seed``.
+        indices: and these.
+
+    Returns:
+        documents, bytes, tokens, bytes_per_token; ``splits`` and ``subsets`` with the same by name; ``tokenizer``; ``lengths`` by
+        data set ("" for the folder's own, names of its outputs), as in ``Lengths``; ``shown``, as in ``Shown``.
+
+    Raises:
+        DataError: not such a folder, no such split or document.
+    """
+    folder = Path(folder)
+    written = manifest.load(folder)
+    outputs: dict[str, dict[str, Any]] = written.get("outputs") or {}
+    if split not in written["splits"] and not outputs:
+        raise DataError(f"{folder}: no split {split!r}; it holds {', '.join(written['splits'])}")
+    # With an output a subset, the manifest of the whole has no splits of its own.
+    subsets = written.get("subsets") or {entry["name"]: entry for entry in outputs.values()}
+    stores = {entry["name"]: folder / place for place, entry in outputs.items()} or {"": folder}
+    lengths = {}
+    for name, place in stores.items():
+        found = _all_lengths(place, split)
+        if len(found):
+            lengths[name] = asdict(by_length(found))
+    shown: list[dict[str, Any]] = []
+    if not outputs:
+        shown = [asdict(item) for item in _shown(folder, split, first, drawn, seed, indices)]
+    elif indices or drawn or first:
+        place = next(iter(stores.values()))
+        shown = [asdict(item) for item in _shown(place, split, first, drawn, seed, indices)]
+    return {
+        "folder": str(folder),
+        "split": split,
+        **_rates(written),
+        "splits": {name: _rates(entry) for name, entry in written["splits"].items()},
+        "subsets": {name: _rates(entry) for name, entry in sorted(subsets.items())},
+        "tokenizer": written["tokenizer"],
+        "lengths": lengths,
+        "shown": shown,
+    }
+
+
+def _rates(entry: dict[str, Any]) -> dict[str, Any]:
+    found = {name: int(entry[name]) for name in ("documents", "bytes", "tokens")}
+    return {**found, "bytes_per_token": found["bytes"] / found["tokens"] if found["tokens"] else None}
+
+
+def by_length(lengths: NDArray[np.int32]) -> Lengths:
+    """Count documents of ``lengths`` tokens, int32 [documents], at least one of them.
+
+    Memory: a few bytes a document.
+    """
+    bins = np.frexp(lengths.astype(np.float64))[1] - 1  # exact: 2^(e-1) <= n < 2^e
+    counts = np.bincount(bins, minlength=BINS)
+    tokens = np.bincount(bins, weights=lengths, minlength=BINS)  # exact below 2^53
+    return Lengths(
+        documents=counts.tolist(),
+        tokens=tokens.astype(np.int64).tolist(),
+        shortest=int(lengths.min()),
+        longest=int(lengths.max()),
+        mean=float(lengths.mean()),
+        median=float(np.median(lengths)),
+    )
+
+
+def _stores(folder: Path, split: str) -> list[TokenStore]:
+    entry = manifest.load(folder)["splits"].get(split, {})
+    if "webdataset" in entry and not entry.get("shards") and not (folder / f"{split}.idx").is_file():
+        raise DataError(
+            f"{folder}: {split} holds packed windows without documents; inspect the .bin/.idx they were made from"
+        )
+    if entry.get("documents") == 0:
+        return []
+    return [TokenStore(prefix, checked=0, eod_id=_eod(folder)) for prefix in shards_of(folder / split)]
+
+
+def _eod(folder: Path) -> int:
+    return int(manifest.load(folder)["tokenizer"]["eod_id"])
+
+
+def _all_lengths(folder: Path, split: str) -> NDArray[np.int32]:
+    found = [np.diff(store.starts).astype(np.int32) for store in _stores(folder, split)]
+    return np.concatenate(found) if found else np.zeros(0, dtype=np.int32)
+
+
+def _shown(folder: Path, split: str, first: int, drawn: int, seed: int, indices: Sequence[int]) -> list[Shown]:
+    stores = _stores(folder, split)
+    bounds = np.cumsum([0, *map(len, stores)])
+    total = int(bounds[-1])
+    for index in indices:
+        if not 0 <= index < total:
+            raise DataError(f"{folder}: no document {index} in {split}; it has {total}, the first is 0")
+    chosen = [*range(min(first, total)), *random.Random(seed).sample(range(total), min(drawn, total)), *indices]
+    tokenizer = Tokenizer.load(folder) if chosen else None
+    shown = []
+    for index in dict.fromkeys(chosen):
+        shard = int(np.searchsorted(bounds, index, side="right")) - 1
+        ids = stores[shard].document(index - int(bounds[shard]))
+        assert tokenizer is not None
+        data = tokenizer.decode_bytes(ids[:-1].tolist())
+        shown.append(Shown(split, int(index), len(ids), len(data), data.decode("utf-8", "replace")))
+    return shown
