@@ -52,7 +52,7 @@ class LightNetPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: LightNetConfig):
         super().__init__(config)
-        self.model = CausalLM(config, PlainLayers(vocab_multiple=1))  # type: ignore[arg-type]
+        self.model = CausalLM(config, PlainLayers(vocab_multiple=1))
         self._specs = {name: spec_of(parameter) for name, parameter in self.model.named_parameters()}
         self.gradient_checkpointing = False
         self.post_init()

@@ -1,0 +1,303 @@
+"""Where weights are read from: one tensor at a time, full, without padding, under training's names."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import yaml
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..checkpoint import store
+from ..checkpoint.averaging import Average
+from ..checkpoint.weights import FOLDER, Part, describe_part
+from ..config.load import validate, validate_as
+from ..config.model import ModelConfig
+from ..config.run import RunConfig
+from ..errors import UserError, nearest
+from ..inference.load import find_tokenizer, read_config
+from ..models.causal_lm import CausalLM
+from ..models.layers import PlainLayers
+from ..models.parameters import ParameterSpec, spec_of, unshard
+from .masters import Masters
+from .names import to_training
+from .tokenizer import Vocabulary, beside
+
+TRAINING = "training"  # folder inside an exported one: what training needs and Transformers does not
+INDEX = "model.safetensors.index.json"
+
+
+class Reader(Protocol):
+    """Full tensors by training's names, and their shapes without reading them."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in memory of its own."""
+        ...
+
+
+@dataclass
+class Source:
+    """Weights and what belongs to them.
+
+    Attributes:
+        path: the folder.
+        kind: training, hf or safetensors.
+        model: the architecture.
+        config: of the run that trained it, as far as known.
+        weights: reads tensors as they were trained.
+        vocabulary: the tokenizer, if there is one.
+        facts: about the run, for the model card.
+        masters: fp32 values where ``weights`` are rounded ones.
+    """
+
+    path: Path
+    kind: str
+    model: ModelConfig
+    config: RunConfig
+    weights: Reader
+    vocabulary: Vocabulary | None
+    facts: dict[str, Any] = field(default_factory=dict)
+    masters: Masters | Average | None = None
+
+
+def specs_of(model: ModelConfig) -> dict[str, ParameterSpec]:
+    """Every parameter of an architecture, by name; allocates nothing."""
+    with torch.device("meta"):
+        built = CausalLM(model, PlainLayers(vocab_multiple=1))
+    return {name: spec_of(parameter) for name, parameter in built.named_parameters()}
+
+
+def open_source(path: Path, trust_pickle: bool = False) -> Source:
+    """Open a training checkpoint (or the newest whole one of a run), a Hugging Face folder or one of plain safetensors.
+
+    Args:
+        path: the folder.
+        trust_pickle: whether pickled files are read, where there is nothing else; with weights-only loading.
+
+    Raises:
+        UserError: none of these, another architecture, half a checkpoint, or weights that do not fit the configuration.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: does not exist; name a run folder, a checkpoint or a Hugging Face folder")
+    if path.is_file():
+        raise UserError(f"{path}: is a file; name the folder that holds it together with its configuration")
+    if (path / "config.json").is_file():
+        source = _open_hugging_face(path, trust_pickle)
+    elif (path / "config.yaml").is_file() and any(path.glob("model*.safetensors")):
+        source = _open_plain(path)
+    else:
+        source = _open_training(path, trust_pickle)
+    if source.model.head != "causal_lm":
+        raise UserError(f"{source.path}: holds a {source.model.head}; only causal language models are converted so far")
+    _check(source)
+    return source
+
+
+def _check(source: Source) -> None:
+    """Names and shapes against the architecture, before any work."""
+    wanted, found = {name: spec.shape for name, spec in specs_of(source.model).items()}, source.weights.shapes
+    for name, shape in wanted.items():
+        if name not in found:
+            raise UserError(f"{source.path}: has no tensor '{name}'{nearest(name, list(found))}; it is another model's")
+        if tuple(found[name]) != tuple(shape):
+            raise UserError(
+                f"{source.path}: '{name}' is {list(found[name])}, its configuration needs {list(shape)}; it is another "
+                "model's, or its configuration was edited"
+            )
+    left = sorted(set(found) - set(wanted))
+    if left:
+        raise UserError(f"{source.path}: tensor '{left[0]}' has no place in its configuration; it is another model's")
+    vocabulary = source.vocabulary
+    if vocabulary is not None and vocabulary.tokenizer.vocab_size > source.model.vocab_size:
+        raise UserError(
+            f"{vocabulary.path}: has {vocabulary.tokenizer.vocab_size} ids, the model of {source.path} only "
+            f"{source.model.vocab_size}; put the tokenizer that it was trained with there"
+        )
+
+
+class Parts:
+    """Weights of a training checkpoint: parts of stages and tensor-parallel ranks, joined when they are read."""
+
+    def __init__(self, checkpoint: Path):
+        self.parts: dict[str, dict[int, tuple[Path, Part]]] = {}
+        files = sorted((checkpoint / FOLDER).glob("*.safetensors"))
+        if not files:
+            raise UserError(
+                f"{checkpoint}: holds no {FOLDER}/*.safetensors; name a checkpoint such as .../step_00000100"
+            )
+        for path in files:
+            try:
+                with safe_open(path, framework="pt") as reader:
+                    rank, self.size = int(reader.metadata()["tensor_rank"]), int(reader.metadata()["tensor_size"])
+                for name, part in describe_part(path).items():
+                    self.parts.setdefault(name, {})[rank] = path, part
+            except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+                raise UserError(f"{path}: not a readable weights file ({error}); copy the checkpoint again") from None
+        for name, ranks in self.parts.items():
+            missing = sorted(set(range(self.size)) - set(ranks))
+            if missing:
+                raise UserError(
+                    f"{checkpoint / FOLDER}: the part of tensor-parallel rank {missing[0]} of '{name}' is missing; copy the "
+                    "checkpoint again"
+                )
+        self.shapes = {name: ranks[0][1].shape for name, ranks in self.parts.items()}
+
+    def read(self, name: str) -> Tensor:
+        """A full tensor, joined, without padding."""
+        ranks = self.parts[name]
+        first = ranks[0][1]
+        count = self.size if first.dim is not None else 1
+        return unshard([read_tensor(ranks[rank][0], name) for rank in range(count)], first.shape, first.dim)
+
+
+class Files:
+    """Weights of safetensors files, whole tensors each, under other names perhaps.
+
+    Args:
+        where: file and name in it, by training's name.
+    """
+
+    def __init__(self, where: dict[str, tuple[Path, str]]):
+        self.where = where
+        self.shapes = {}
+        opened: dict[Path, dict[str, tuple[int, ...]]] = {}
+        for name, (path, key) in where.items():
+            if path not in opened:
+                opened[path] = _shapes_in(path)
+            if key not in opened[path]:
+                raise UserError(f"{path}: has no tensor '{key}', which its index places there; copy the folder again")
+            self.shapes[name] = opened[path][key]
+
+    def read(self, name: str) -> Tensor:
+        """A full tensor."""
+        return read_tensor(*self.where[name])
+
+
+class Pickled:
+    """Weights of a pickled file that was read weights-only; memory-mapped."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        self.tensors = tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """A full tensor."""
+        return self.tensors[name].clone()
+
+
+def read_tensor(path: Path, name: str) -> Tensor:
+    """One tensor in memory of its own; the file is not kept open, so that its pages do not pile up."""
+    with safe_open(path, framework="pt") as reader:
+        return reader.get_tensor(name).clone()
+
+
+def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(path, framework="pt") as reader:
+            return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing, so this is half a checkpoint; copy the folder again as a whole") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({error}); copy it again") from None
+
+
+def _open_training(path: Path, trust_pickle: bool) -> Source:
+    folder = store.resolve(path, warn=lambda line: print(f"warning: {line}", file=sys.stderr))
+    config = read_config(folder)
+    try:
+        manifest = store.read_manifest(folder)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    masters = Masters(folder, manifest, trust_pickle) if (folder / "engine").is_dir() else None
+    if config.train.precision == "fp32":
+        masters = None  # the weights are the masters
+    tokenizer = find_tokenizer(folder, config)
+    vocabulary = None if tokenizer is None else Vocabulary(tokenizer, folder)
+    state = manifest.get("state", {})
+    facts = {**manifest.get("facts", {}), **{name: state[name] for name in ("step", "tokens") if name in state}}
+    return Source(folder, "training", config.model, config, Parts(folder), vocabulary, facts, masters)
+
+
+def _open_hugging_face(path: Path, trust_pickle: bool) -> Source:
+    tree = _json(path / "config.json")
+    if tree.get("model_type") != "lightnet":
+        found = tree.get("model_type") or ", ".join(tree.get("architectures") or ["no model type"])
+        raise UserError(f"{path / 'config.json'}: names another architecture ({found}); only lightnet is converted")
+    kept = {name: value for name, value in tree.items() if name in ModelConfig.model_fields}
+    model = validate_as(ModelConfig, kept, str(path / "config.json"))
+    weights = _hugging_face_weights(path, trust_pickle)
+    written, facts = path / TRAINING / "config.yaml", {}
+    if written.is_file():
+        run = yaml.safe_load(written.read_text(encoding="utf-8"))
+        facts = _json(path / TRAINING / "facts.json") if (path / TRAINING / "facts.json").is_file() else {}
+        config = validate({**run, "model": kept}, str(written))
+    else:
+        precision = "bf16" if "16" in str(tree.get("dtype") or tree.get("torch_dtype")) else "fp32"
+        config = validate({"model": kept, "train": {"steps": 1, "precision": precision}}, str(path / "config.json"))
+    return Source(path, "hf", model, config, weights, beside(path, path / TRAINING), facts)
+
+
+def _hugging_face_weights(path: Path, trust_pickle: bool) -> Reader:
+    if (path / INDEX).is_file():
+        index = _json(path / INDEX).get("weight_map", {})
+        return Files(dict(_named(path, {key: (path / file, key) for key, file in index.items()})))
+    single = path / "model.safetensors"
+    if single.is_file():
+        return Files(dict(_named(path, {key: (single, key) for key in _shapes_in(single)})))
+    if any(path.glob("model-*.safetensors")):
+        raise UserError(f"{path}: {INDEX} is missing, so this is half a checkpoint; copy the folder again as a whole")
+    pickled = path / "pytorch_model.bin"
+    if not pickled.is_file():
+        raise UserError(f"{path}: holds no model.safetensors; copy the folder again as a whole")
+    if not trust_pickle:
+        raise UserError(
+            f"{pickled}: is a pickle, which can run code when it is loaded; ask for safetensors, or pass --trust-pickle"
+        )
+    try:
+        tensors = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, OSError) as error:
+        raise UserError(f"{pickled}: not loaded, it is damaged or holds more than weights ({_line(error)})") from None
+    return Pickled(dict(_named(path, tensors)))
+
+
+def _named(path: Path, found: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Entries under training's names."""
+    entries = []
+    for key, value in found.items():
+        name = to_training(key)
+        if name is None:
+            raise UserError(f"{path}: tensor '{key}' has no place in a LightNet model; it is another model's")
+        entries.append((name, value))
+    return entries
+
+
+def _open_plain(path: Path) -> Source:
+    config = read_config(path)
+    if (path / INDEX).is_file():
+        where = {name: (path / file, name) for name, file in _json(path / INDEX).get("weight_map", {}).items()}
+    else:
+        where = {name: (path / "model.safetensors", name) for name in _shapes_in(path / "model.safetensors")}
+    facts = _json(path / "facts.json") if (path / "facts.json").is_file() else {}
+    return Source(path, "safetensors", config.model, config, Files(where), beside(path), facts)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not readable ({_line(error)}); copy the folder again") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: is no JSON object; copy the folder again")
+    return tree
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
