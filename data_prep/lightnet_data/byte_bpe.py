@@ -10,8 +10,10 @@ any other tokenizer ``engine`` is None and the library itself encodes. What must
   cuts words, longest first; here they are the first alternative of the expression, and white space stops before one.
 """
 
+import re
 import unicodedata
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -61,10 +63,11 @@ def engine(
         "lightnet", pat_str=_expression(max(runs, default=0)), mergeable_ranks=ranks, special_tokens={}
     )
     normalise = content.get("normalizer") is not None
+    changes = may_change() if normalise else None
 
     def encode(text: str) -> list[int]:
-        if normalise and not text.isascii():
-            text = unicodedata.normalize("NFC", text)
+        if changes is not None and not text.isascii() and changes.search(text):
+            text = library.normalizer.normalize_str(text)
         ids: list[int] = encoding.encode_ordinary(text)
         return ids
 
@@ -72,6 +75,33 @@ def engine(
         if encode(probe) != library.encode(probe, add_special_tokens=False).ids:
             return None
     return encode
+
+
+@lru_cache(maxsize=1)
+def may_change() -> re.Pattern[str]:
+    """The characters without which a text is its own NFC, in any version of Unicode.
+
+    Python and the tokenizers library know different versions, so the library normalises. It is asked only about texts with
+    a character that decomposes, combines or composes with the one before, or is not assigned in Python's version: no
+    later version changes these properties of an assigned character.
+    """
+    composing = {chr(code) for code in (*range(0x1161, 0x1176), *range(0x11A8, 0x11C3))}  # Hangul vowels and finals
+    plain = [*range(0x300, 0x4E00), *range(0xA000, 0xAC00), *range(0xD7A4, 0xD800), *range(0xF900, 0x10000)]
+    for code in plain:
+        parts = unicodedata.decomposition(chr(code)).split()
+        if len(parts) == 2 and not parts[0].startswith("<"):
+            composing.add(chr(int(parts[1], 16)))
+    found = "".join(
+        character
+        for character in map(chr, plain)
+        if character in composing
+        or unicodedata.combining(character)
+        or unicodedata.category(character) == "Cn"
+        or not unicodedata.is_normalized("NFC", character)
+    )
+    return re.compile(
+        f"[{re.escape(found)}\U00010000-\U0010ffff]"
+    )  # one range: re is slow with single characters beyond 16 bits
 
 
 def _cuts_like_gpt2(content: dict[str, Any]) -> bool:
