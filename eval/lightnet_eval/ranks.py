@@ -45,6 +45,10 @@ class Ranks:
         dist.all_gather_object(parts, part, group=self.group)
         return parts
 
+    def first(self, value: Any) -> Any:
+        """Rank 0's object, on every rank."""
+        return self.gather(value)[0]
+
     def barrier(self) -> None:
         """Wait for all."""
         if self.size > 1:

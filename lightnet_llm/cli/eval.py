@@ -1,4 +1,4 @@
-"""``lightnet eval``: held-out loss of a checkpoint."""
+"""``lightnet eval``: held-out loss of a checkpoint, and its zero-shot scores."""
 
 from __future__ import annotations
 
@@ -16,44 +16,189 @@ from ..errors import UserError
 
 
 @click.command("eval")
-@click.argument("checkpoint")
+@click.argument("checkpoint", metavar="SOURCE")
 @click.option("--data", metavar="DIR|PREFIX", help="Prepared data. [default: held-out split of the run's data.path]")
 @click.option(
     "--text", metavar="FILE|FOLDER", help="Raw text instead: .jsonl holds a document a line, else a file is one."
 )
+@click.option("--subset-field", metavar="FIELD", help="With --text: field that names a record's subset.")
+@click.option(
+    "--tasks",
+    metavar="A,B",
+    help="Zero-shot tasks of lm-eval instead; 'paper' stands for the six of the paper's table.",
+)
+@click.option(
+    "--offline", metavar="DIR", help="Tasks from TASK.SPLIT.jsonl files, no network (`make eval-data`: data/eval)."
+)
 @click.option(
     "--batch-tokens", type=click.IntRange(min=1), metavar="N", help="Tokens a pass; the result stays the same."
 )
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Score only the first N documents.")
+@click.option("--max-length", type=click.IntRange(min=1), metavar="N", help="Tokens of a task's request. [no limit]")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N documents, or of each task.")
 @click.option("--baselines", is_flag=True, help="Also report gzip -9 and xz -9 on the same text.")
+@click.option("--processes", type=click.IntRange(min=1), metavar="N", help="Processes that share tasks, a GPU each.")
 @click.option("--device", help="cpu, cuda or cuda:N. [default: cuda where there is one]")
 @click.option("--dtype", help="fp32 or bf16. [default: as trained; fp32 on the CPU]")
 @click.option(
     "--output", metavar="FILE", help="Write the JSON there too; RUN/heldout.json is shown by lightnet report."
 )
+@click.option("--log-samples", is_flag=True, help="With --tasks: every question and answer in the JSON, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and only that, on standard output.")
 def eval_(
     checkpoint: str,
     data: str | None,
     text: str | None,
+    subset_field: str | None,
+    tasks: str | None,
+    offline: str | None,
+    batch_tokens: int | None,
+    max_length: int | None,
+    limit: int | None,
+    baselines: bool,
+    processes: int | None,
+    device: str | None,
+    dtype: str | None,
+    output: str | None,
+    log_samples: bool,
+    as_json: bool,
+) -> None:
+    """Measure SOURCE (a run folder, one of its steps, or a Hugging Face folder) on held-out documents or tasks.
+
+    Documents: every one starts afresh; each of its tokens and its closing end-of-document token is predicted once from all
+    that came before. Reported: nats per token, bits per byte, perplexity per token and per word, of all and by subset.
+
+    Tasks: lm-eval's, zero-shot, with its results as JSON and the paper's table.
+    """
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # imports in half the time; nothing is compiled here
+    _check_options(data, text, subset_field, tasks, offline, max_length, baselines, processes, log_samples)
+    target = _writable(output)
+    if processes is not None and processes > 1 and "RANK" not in os.environ:
+        _launch(processes)
+    start = time.perf_counter()
+    if tasks is not None:
+        facts, shown = _zero_shot(
+            checkpoint,
+            tasks,
+            offline,
+            limit,
+            device,
+            dtype,
+            log_samples,
+            batch_tokens=batch_tokens,
+            max_length=max_length,
+        )
+        if facts is None:  # another process tells
+            return
+    else:
+        facts, shown = _held_out(checkpoint, data, text, subset_field, batch_tokens, limit, baselines, device, dtype)
+    facts["seconds"] = round(time.perf_counter() - start, 3)
+    facts["time"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    if target is not None:
+        partial = target.with_name(f".{target.name}.partial")
+        partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        partial.replace(target)
+    click.echo(
+        json.dumps(facts) if as_json else f"{shown}\n  {facts['seconds']} s on {facts['device']} in {facts['dtype']}"
+    )
+
+
+def _check_options(
+    data: str | None,
+    text: str | None,
+    subset_field: str | None,
+    tasks: str | None,
+    offline: str | None,
+    max_length: int | None,
+    baselines: bool,
+    processes: int | None,
+    log_samples: bool,
+) -> None:
+    """Options that do not go together, before any work."""
+    given = {"--data": data, "--text": text, "--tasks": tasks}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise UserError(f"{' and '.join(named)} were both given; choose one")
+    if tasks is None:
+        of_tasks = {
+            "--offline": offline,
+            "--max-length": max_length,
+            "--processes": processes,
+            "--log-samples": log_samples,
+        }
+        for name, value in of_tasks.items():
+            if value:
+                raise UserError(f"{name} goes with --tasks; add --tasks paper, say")
+    elif baselines:
+        raise UserError("--baselines goes with documents; leave out --tasks")
+    if subset_field is not None and text is None:
+        raise UserError("--subset-field goes with --text")
+
+
+def _launch(processes: int) -> None:
+    """The same command in several processes; does not return."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    arguments = [*command, "-m", "lightnet_llm.cli", *sys.argv[1:]]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def _zero_shot(
+    checkpoint: str,
+    tasks: str,
+    offline: str | None,
+    limit: int | None,
+    device: str | None,
+    dtype: str | None,
+    log_samples: bool,
+    **options: Any,
+) -> tuple[dict[str, Any] | None, str]:
+    """lm-eval's results with facts of ours, and what is shown of them; None on all ranks but the first."""
+    from lightnet_eval.offline import files_of
+    from lightnet_eval.published import measured
+    from lightnet_eval.ranks import Ranks
+    from lightnet_eval.zero_shot import evaluate, summary, task_names
+
+    from ..inference import load_model
+    from ..inference.load import require_tokenizer
+
+    names = task_names(tasks)
+    if offline is not None:
+        files_of(offline)
+    ranks = Ranks.join()
+    loaded = load_model(checkpoint, device or ranks.device(), dtype)
+    require_tokenizer(loaded)
+    found = evaluate(loaded, names, offline=offline, limit=limit, ranks=ranks, log_samples=log_samples, **options)
+    ranks.barrier()
+    if ranks.rank:
+        return None, ""
+    from ..models import count_parameters
+
+    parameters, tokens = count_parameters(loaded.model), loaded.facts.get("tokens")
+    row = measured(found["results"], parameters, tokens)
+    facts: dict[str, Any] = {
+        "checkpoint": str(loaded.folder),
+        **found,
+        "paper": {"parameters": parameters, "training_tokens": tokens, "scores": row.scores, "average": row.average},
+        "device": str(next(loaded.model.parameters()).device),
+        "dtype": str(loaded.model.embedding.weight.dtype).removeprefix("torch."),
+        "processes": ranks.size,
+    }
+    limited = "" if limit is None else f", the first {limit} questions of each task: no score to publish"
+    return facts, f"{loaded.folder}, zero-shot{limited}\n{summary(found, parameters, tokens)}"
+
+
+def _held_out(
+    checkpoint: str,
+    data: str | None,
+    text: str | None,
+    subset_field: str | None,
     batch_tokens: int | None,
     limit: int | None,
     baselines: bool,
     device: str | None,
     dtype: str | None,
-    output: str | None,
-    as_json: bool,
-) -> None:
-    """Measure CHECKPOINT (a run folder or one of its steps) on held-out documents.
-
-    Every document starts afresh; each of its tokens and its closing end-of-document token is predicted once from all
-    that came before. Reported: nats per token, bits per byte, perplexity per token and per word.
-    """
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # imports in half the time; nothing is compiled here
-    if data is not None and text is not None:
-        raise UserError("--data and --text were both given; choose one")
-    target = _writable(output)
-
+) -> tuple[dict[str, Any], str]:
+    """Figures of documents, and their table."""
     from lightnet_eval.baselines import Baselines
     from lightnet_eval.documents import from_text, prepared
     from lightnet_eval.heldout import score
@@ -64,7 +209,11 @@ def eval_(
 
     loaded = load_model(checkpoint, device, dtype)
     if text is not None:
-        source = from_text(text, require_tokenizer(loaded), lambda line: click.echo(f"left out: {line}", err=True))
+
+        def left_out(line: str) -> None:
+            click.echo(f"left out: {line}", err=True)
+
+        source = from_text(text, require_tokenizer(loaded), left_out, subset_field)
     else:
         place = data or loaded.config.data.path
         if place is None:
@@ -72,12 +221,10 @@ def eval_(
         source = prepared(place, require_tokenizer(loaded) if baselines else loaded.tokenizer)
     compressors = Baselines() if baselines else None
     documents = itertools.islice(source.documents, limit)
-    start = time.perf_counter()
     total = source.total_bytes if limit is None else None
     with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, delay=1, leave=False, desc="eval") as bar:
         watched = compressors.watch(documents) if compressors else documents
         result = score(loaded.model, watched, source.eod_id, batch_tokens, bar.update)
-    seconds = time.perf_counter() - start
     facts: dict[str, Any] = {
         "checkpoint": str(loaded.folder),
         "data": source.name,
@@ -85,8 +232,6 @@ def eval_(
         "baselines": compressors.finish() if compressors else None,
         "device": str(next(loaded.model.parameters()).device),
         "dtype": str(loaded.model.embedding.weight.dtype).removeprefix("torch."),
-        "seconds": round(seconds, 3),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     if result.unfaithful:
         click.echo(
@@ -94,11 +239,7 @@ def eval_(
             "baselines are those of the decoded text: use --text",
             err=True,
         )
-    if target is not None:
-        partial = target.with_name(f".{target.name}.partial")
-        partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        partial.replace(target)
-    click.echo(json.dumps(facts) if as_json else _table(facts))
+    return facts, _table(facts)
 
 
 def _writable(output: str | None) -> Path | None:
@@ -126,5 +267,10 @@ def _table(facts: dict[str, Any]) -> str:
             f"  word perplexity {facts['word_perplexity']:.3f} ({facts['words']:,} words between white space); "
             f"{facts['word_perplexity_line_ends']:.3f} when every line end is a word too, as WikiText counts"
         )
-    lines.append(f"  {facts['seconds']} s on {facts['device']} in {facts['dtype']}")
+    for name, part in facts.get("subsets", {}).items():
+        per_byte = "" if part["bits_per_byte"] is None else f"{part['bits_per_byte']:.4f} bits per byte, "
+        lines.append(
+            f"  {name}: {per_byte}{part['nats_per_token']:.4f} nats a token, perplexity {part['perplexity']:.3f} "
+            f"({part['documents']:,} documents, {part['bytes']:,} bytes)"
+        )
     return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -13,7 +13,7 @@ from lightnet_data.errors import DataError
 from lightnet_data.tokenizer import FILE_NAMES, Tokenizer
 from torch import nn
 
-from ..checkpoint.store import resolve
+from ..checkpoint.store import read_manifest, resolve
 from ..checkpoint.weights import load_into, load_weights
 from ..config import RunConfig, validate
 from ..errors import UserError
@@ -30,22 +30,25 @@ class Loaded(NamedTuple):
         model: in eval mode, without gradients.
         config: of the run that trained it.
         tokenizer: the one the run's data was cut with, or None when it is nowhere to be found.
-        folder: the checkpoint folder the weights came from.
+        folder: the folder the weights came from.
+        facts: what is known of the training that gave them, such as "step" and "tokens".
     """
 
     model: CausalLM
     config: RunConfig
     tokenizer: Tokenizer | None
     folder: Path
+    facts: dict[str, Any] = {}
 
 
 def load_model(
     path: str | Path, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
 ) -> Loaded:
-    """Load a checkpoint of ours for inference.
+    """Load a model for inference.
 
     Args:
-        path: a run folder (its newest whole checkpoint is taken) or a folder such as ``.../step_00000100``.
+        path: a run folder (its newest whole checkpoint is taken), a checkpoint of any layout such as
+            ``.../step_00000100``, or what ``lightnet convert`` wrote: a Hugging Face folder or plain safetensors.
         device: default: the first CUDA device, else the CPU.
         dtype: "fp32", "bf16" or a torch dtype. Default: the precision of the run; on the CPU fp32, which is faster
             there. Parameters that training keeps in fp32 (theta, TPE) stay fp32 in any case.
@@ -56,14 +59,37 @@ def load_model(
     given = Path(path)
     if not given.exists():
         raise UserError(f"{given}: no such checkpoint; name a run folder or a folder such as .../step_00000100")
+    if (given / "config.json").is_file() or any(given.glob("model*.safetensors")):
+        return _load_converted(given, device, dtype)
     folder = resolve(given, warn=lambda line: print(f"warning: {line}", file=sys.stderr))
     config = read_config(folder)
-    if not config.model.causal:
-        raise UserError(f"{folder}: holds a bidirectional model, which cannot continue a text; name a language model")
-    place = choose_device(device)
-    model = _allocate(config, place, _choose_dtype(dtype, config, place))
+    model = _empty_model(folder, config, device, dtype)
     load_into(model, load_weights(folder), str(folder))
-    return Loaded(model.eval().requires_grad_(False), config, find_tokenizer(folder, config), folder)
+    facts = read_manifest(folder).get("state", {})
+    return Loaded(model.eval().requires_grad_(False), config, find_tokenizer(folder, config), folder, facts)
+
+
+def _load_converted(folder: Path, device: str | torch.device | None, dtype: str | torch.dtype | None) -> Loaded:
+    """What is no checkpoint of training: its readers belong to conversion."""
+    from ..convert.source import open_source
+
+    source = open_source(folder)
+    model = _empty_model(folder, source.config, device, dtype)
+    load_into(model, {name: source.weights.read(name) for name in source.weights.shapes}, str(folder))
+    tokenizer = None if source.vocabulary is None else source.vocabulary.tokenizer
+    return Loaded(model.eval().requires_grad_(False), source.config, tokenizer, folder, source.facts)
+
+
+def _empty_model(
+    folder: Path, config: RunConfig, device: str | torch.device | None, dtype: str | torch.dtype | None
+) -> CausalLM:
+    if config.model.head != "causal_lm" or not config.model.causal:
+        raise UserError(
+            f"{folder}: holds a {'bidirectional model' if not config.model.causal else config.model.head}, which cannot "
+            "continue a text; name a language model"
+        )
+    place = choose_device(device)
+    return _allocate(config, place, _choose_dtype(dtype, config, place))
 
 
 def run_folder_of(folder: Path) -> Path:

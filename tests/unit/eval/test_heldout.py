@@ -126,6 +126,45 @@ def test_baselines_are_what_the_programs_give(program: str, name: str) -> None:
     assert facts["bits_per_byte"] == pytest.approx(8 * facts["bytes"] / len(data))
 
 
+def test_subsets_of_prepared_folders(loaded: Loaded, tmp_path: Path) -> None:
+    """What ``lightnet prep --by-subset`` writes: a data set in each of a folder's folders."""
+    assert loaded.config.data.path
+    data = Path(loaded.config.data.path)
+    (tmp_path / "one").symlink_to(data)
+    (tmp_path / "two").symlink_to(data)
+    found = list(prepared(tmp_path, require_tokenizer(loaded)).documents)
+    alone = list(prepared(data, require_tokenizer(loaded)).documents)
+    assert [document.subset for document in found] == ["one"] * len(alone) + ["two"] * len(alone)
+    whole, part = score(loaded.model, found, 1, 300), score(loaded.model, alone, 1, 5000)
+    assert set(whole.subsets) == {"one", "two"} and not part.subsets
+    figures = whole.as_dict()
+    for name in ("one", "two"):
+        assert figures["subsets"][name]["nats"] == pytest.approx(part.nats, rel=1e-5)
+        assert figures["subsets"][name]["bits_per_byte"] == pytest.approx(part.as_dict()["bits_per_byte"], rel=1e-5)
+        assert figures["subsets"][name]["documents"] == len(alone)
+    assert figures["nats"] == pytest.approx(2 * part.nats, rel=1e-5)
+    assert figures["tokens"] == sum(figures["subsets"][name]["tokens"] for name in ("one", "two"))
+
+
+def test_subsets_of_text(loaded: Loaded, tmp_path: Path) -> None:
+    texts = toy.documents(6, seed=1)
+    for index, text in enumerate(texts):
+        folder = tmp_path / ("prose" if index % 2 else "code")
+        folder.mkdir(exist_ok=True)
+        (folder / f"{index}.txt").write_text(text)
+    tokenizer = require_tokenizer(loaded)
+    found = list(from_text(tmp_path, tokenizer, print).documents)
+    assert [document.subset for document in found] == ["code"] * 3 + ["prose"] * 3
+    file = tmp_path / "all.jsonl"
+    rows = [{"text": text, "meta": {"set": f"set {index % 2}"}} for index, text in enumerate(texts)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = list(from_text(file, tokenizer, print, "meta.set").documents)
+    assert [document.subset for document in found] == ["set 0", "set 1"] * 3
+    assert {document.subset for document in from_text(file, tokenizer, print).documents} == {""}
+    shares = score(loaded.model, found, 1).as_dict()["subsets"]
+    assert shares["set 0"]["bytes"] + shares["set 1"]["bytes"] == sum(len(text.encode()) for text in texts)
+
+
 def test_refusals(loaded: Loaded, documents: list[HeldOutDocument], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no document"):
         score(loaded.model, [], 1)
@@ -183,9 +222,10 @@ def foreign_data(loaded: Loaded, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_command_errors_are_one_line(run: Path, foreign_data: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
     for arguments, message in (
         (["--data", "a", "--text", "b"], "choose one"),
-        (["--data", str(tmp_path)], "validation.idx: no such file"),
+        (["--data", str(tmp_path / "empty")], "validation.idx: no such file"),
         (["--data", str(foreign_data)], "cut with another tokenizer"),
         (["--text", str(tmp_path / "nothing.txt")], "no such file or folder"),
         (["--output", str(tmp_path / "no" / "x.json")], "existing folder"),

@@ -1,0 +1,138 @@
+"""Zero-shot tasks of lm-eval on a loaded model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lightnet_llm.errors import UserError, nearest
+from lightnet_llm.inference import Loaded
+
+from .offline import write_tasks
+from .published import TASKS, measured, table
+from .ranks import Ranks
+
+ALIASES = {"paper": TASKS}
+
+
+def task_names(given: str) -> list[str]:
+    """``a,b`` as a list; ``paper`` stands for the six tasks of the paper's table.
+
+    Raises:
+        UserError: no name.
+    """
+    names = [name for part in given.split(",") for name in ALIASES.get(part.strip(), (part.strip(),)) if name]
+    if not names:
+        raise UserError("--tasks: names no task; give for example --tasks paper or --tasks piqa,arc_easy")
+    return list(dict.fromkeys(names))
+
+
+def evaluate(
+    loaded: Loaded,
+    names: list[str],
+    *,
+    offline: str | None = None,
+    limit: int | None = None,
+    ranks: Ranks | None = None,
+    log_samples: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """lm-eval's results, on every rank.
+
+    Args:
+        names: tasks or groups of lm-eval; with ``offline`` those of the folder.
+        offline: folder of ``TASK.SPLIT.jsonl`` files; nothing is then asked of the network.
+        limit: questions of each task at most.
+        log_samples: keep every answer, under "samples".
+        options: of ``LightNetLM``.
+
+    Raises:
+        UserError: no lm-eval, no such task, or no data for it.
+    """
+    if offline is not None:
+        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"  # read when datasets is imported
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise UserError("lm-eval is not installed; install it with: pip install 'lightnet-llm[eval]'") from None
+    from .language_model import LightNetLM
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    ranks = ranks or Ranks()
+    model = LightNetLM(loaded=loaded, ranks=ranks, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        if offline is None:
+            manager = TaskManager()
+            _check_names(names, manager.all_tasks)
+        else:
+            write_tasks(offline, names, Path(folder))
+            manager = TaskManager(include_path=folder, include_defaults=False)
+        with ranks.first_alone():  # data sets are prepared on disk
+            tasks = _load(manager, names, offline)
+        found = lm_eval.simple_evaluate(
+            model,
+            tasks=[tasks[name] for name in names] if offline is not None else names,
+            limit=limit,
+            task_manager=manager,
+            log_samples=log_samples,
+            bootstrap_iters=1000,
+        )
+    found = ranks.first(found)
+    assert found is not None
+    return _plain(found)
+
+
+def _check_names(names: list[str], known: list[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise UserError(f"task '{name}': lm-eval has none of that name{nearest(name, known)}")
+
+
+def _load(manager: Any, names: list[str], offline: str | None) -> dict[str, Any]:
+    """Tasks with their data."""
+    try:
+        return dict(manager.load(names)["tasks"])
+    except UserError:
+        raise
+    except Exception as error:  # of datasets, of the hub, of a task's own code: anything
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if offline is not None:
+            raise UserError(
+                f"--offline {offline}: {', '.join(names)}: cannot be read ({line}); see docs/eval.md"
+            ) from None
+        raise UserError(
+            f"{', '.join(names)}: the data cannot be had ({line}); give a folder with --offline, say of `make eval-data`"
+        ) from None
+
+
+def _plain(found: dict[str, Any]) -> dict[str, Any]:
+    """As JSON would read it."""
+    from lm_eval.utils import handle_non_serializable
+
+    plain: dict[str, Any] = json.loads(json.dumps(found, default=handle_non_serializable))
+    return plain
+
+
+def summary(found: dict[str, Any], parameters: int, tokens: int | None) -> str:
+    """All metrics by task, and the paper's table where one of its tasks was measured."""
+    lines = []
+    for task, metrics in found["results"].items():
+        count = found.get("n-samples", {}).get(task, {}).get("effective")
+        values = []
+        for name, value in metrics.items():
+            metric, _, kind = name.partition(",")
+            if not isinstance(value, (int, float)) or metric.endswith("_stderr") or not kind:
+                continue
+            error = metrics.get(f"{metric}_stderr,{kind}")
+            error = f" ± {error:.4f}" if isinstance(error, (int, float)) else ""
+            values.append(f"{metric} {value:.4f}{error}")
+        lines.append(f"  {task}: {', '.join(values)}" + (f" ({count:,} questions)" if count else ""))
+    if any(task in found["results"] for task in TASKS):
+        lines += ["", table(measured(found["results"], parameters, tokens))]
+    return "\n".join(lines)
