@@ -179,7 +179,6 @@ def _inner(place: Path, outer: tarfile.TarInfo, labels: dict[str, str] | None, f
     with place.open("rb") as file:
         file.seek(outer.offset_data)
         with tarfile.open(fileobj=file, mode="r:") as archive:  # goes on from where the file stands
-            start = archive.offset
             while (member := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]
                 if member.offset_data + member.size > outer.offset_data + outer.size:
@@ -189,4 +188,3 @@ def _inner(place: Path, outer: tarfile.TarInfo, labels: dict[str, str] | None, f
                 name = f"{folder}/{member.name.removeprefix('./')}"
                 label = _label(name, folder, labels, place)
                 found.items.append(Item(name, label, str(place), member.offset_data, member.size))
-            assert start == outer.offset_data
