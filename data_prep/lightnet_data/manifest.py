@@ -5,15 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from lightnet_data.errors import DataError
+from lightnet_data.remote import is_url, read
 
 FILE_NAME = "manifest.json"
 FORMAT = "lightnet-data"
 FORMAT_VERSION = 1
-
-
-def is_url(location: str | Path) -> bool:
-    """Whether fsspec opens a location, rather than this machine's file system."""
-    return "://" in str(location)
 
 
 def load(folder: str | Path) -> dict[str, Any]:
@@ -29,29 +25,19 @@ def load(folder: str | Path) -> dict[str, Any]:
     if isinstance(path, Path) and path.is_dir():
         path = path / FILE_NAME
     try:
-        manifest = json.loads(_read(path))
+        manifest = json.loads(path.read_text(encoding="utf-8") if isinstance(path, Path) else read(path))
     except FileNotFoundError:
         raise DataError(f"{path}: no manifest; is this a finished output folder of lightnet prep?") from None
+    except DataError:  # of a URL that cannot be read
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not a readable manifest ({error}); run lightnet prep again") from None
-    except Exception as error:  # of a remote file system: each has its own
-        raise DataError(f"{path}: cannot read it ({type(error).__name__}: {error})") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DataError(f'{path}: not a manifest of lightnet prep (no "format": "{FORMAT}")')
     version = manifest.get("format_version")
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise DataError(f"{path}: format_version {version}, this package reads up to {FORMAT_VERSION}; upgrade it")
     return manifest
-
-
-def _read(path: str | Path) -> str:
-    if isinstance(path, Path):
-        return path.read_text(encoding="utf-8")
-    import fsspec
-
-    with fsspec.open(path, "rb") as file:
-        data: bytes = file.read()
-    return data.decode("utf-8")
 
 
 def find(prefix: str | Path) -> dict[str, Any] | None:

@@ -8,27 +8,22 @@ sample i of a shard begin at ``i * stride + offset``, and a sample is one range 
 
 import hashlib
 import io
-import os
 import tarfile
-import time
 import zlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lightnet_data import manifest
+from lightnet_data import manifest, remote
 from lightnet_data.errors import DataError
 from lightnet_data.stream import StreamWindows, Window
 
 SAMPLES_PER_SHARD = 50_000  # 250 MB at 2,048 tokens of 16 bits
 TOKENS, BOUNDARIES = "tokens.npy", "boundaries.npy"
 _BLOCK = tarfile.BLOCKSIZE
-_PAUSES = (1.0, 4.0, 15.0)  # seconds before a request that failed is made again
 
 
 def write(
@@ -169,7 +164,7 @@ class ShardWindows:
             raise DataError(
                 f"{location}: the manifest lists {self._firsts[-1]} samples of {self.samples}; copy it again"
             )
-        self._opened: tuple[int, Any, str] | None = None
+        self._files = remote.Folder(self.folder)
 
     def read(self, indices: Sequence[int]) -> list[Window]:
         """Tokens int64 [N + 1] of each window, and where a segment begins among its inputs, bool [N].
@@ -179,7 +174,10 @@ class ShardWindows:
         """
         shards = [int(np.searchsorted(self._firsts, index, side="right")) - 1 for index in indices]
         starts = [(i - int(self._firsts[shard])) * self._stride for i, shard in zip(indices, shards, strict=True)]
-        ranges = self._ranges([self.shards[shard][0] for shard in shards], starts)
+        try:
+            ranges = self._files.read([self.shards[shard][0] for shard in shards], starts, self._stride)
+        except FileNotFoundError as error:
+            raise DataError(f"{error}: no such file; copy it again and resume") from None
         return [self._window(*item) for item in zip(indices, shards, ranges, strict=True)]
 
     def _window(self, index: int, shard: int, data: bytes) -> Window:
@@ -195,67 +193,24 @@ class ShardWindows:
         tokens = np.frombuffer(stored, self.dtype).astype(np.int64)
         return tokens, np.unpackbits(np.frombuffer(bits, np.uint8), count=self.sequence_length).astype(bool)
 
-    def _ranges(self, files: list[str], starts: list[int]) -> list[bytes]:
-        """One stride of each file, all at once where the file system can; what fails is asked for again."""
-        found: dict[int, bytes] = {}
-        for pause in (*_PAUSES, None):
-            wanted = [place for place in range(len(files)) if place not in found]
-            try:
-                system, root = self._system()
-                paths = [f"{root}/{files[place]}" for place in wanted]
-                begins = [starts[place] for place in wanted]
-                given = system.cat_ranges(paths, begins, [begin + self._stride for begin in begins])
-            except Exception as error:  # each remote file system has its own
-                given = [error] * len(wanted)  # all of them
-            failed: list[tuple[str, BaseException]] = []
-            for place, item in zip(wanted, given, strict=True):
-                if isinstance(item, FileNotFoundError):
-                    raise DataError(f"{self.folder}/{files[place]}: no such file; copy it again and resume")
-                if isinstance(item, BaseException):  # an error of one range is returned, not raised
-                    failed.append((files[place], item))
-                else:
-                    found[place] = item
-            if not failed:
-                return [found[place] for place in range(len(files))]
-            if pause is None or not manifest.is_url(self.folder):
-                break
-            time.sleep(pause)
-        file, problem = failed[0]
-        raise DataError(f"{self.folder}/{file}: cannot read it ({type(problem).__name__}: {problem})")
-
     def check(self, checksums: bool = False) -> None:
         """Look at the size of every shard, and with ``checksums`` read them all.
 
         Raises:
             DataError: one is missing, cut or changed.
         """
-        with ThreadPoolExecutor(16) as pool:  # a request each
-            for (file, _, expected, _), size in zip(self.shards, pool.map(self._size, self.shards), strict=True):
-                if size != expected:
-                    raise DataError(f"{self.folder}/{file}: {size} bytes, the manifest says {expected}; copy it again")
+        try:
+            sizes = self._files.sizes([file for file, _, _, _ in self.shards])
+        except FileNotFoundError as error:
+            raise DataError(f"{error}: no such file, the manifest lists it; copy it again") from None
+        for (file, _, expected, _), size in zip(self.shards, sizes, strict=True):
+            if size != expected:
+                raise DataError(f"{self.folder}/{file}: {size} bytes, the manifest says {expected}; copy it again")
         for file, _, _, expected_digest in self.shards if checksums else []:
-            system, root = self._system()
+            system, root = self._files.system()
             with system.open(f"{root}/{file}", "rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != expected_digest:
                     raise DataError(f"{self.folder}/{file}: not what the manifest describes (sha256); copy it again")
-
-    def _size(self, shard: tuple[str, int, int, str]) -> int:
-        system, root = self._system()
-        try:
-            return int(system.info(f"{root}/{shard[0]}")["size"])
-        except FileNotFoundError:
-            raise DataError(f"{self.folder}/{shard[0]}: no such file, the manifest lists it; copy it again") from None
-        except Exception as error:
-            raise DataError(f"{self.folder}/{shard[0]}: cannot look at it ({type(error).__name__}: {error})") from None
-
-    def _system(self) -> tuple[Any, str]:
-        if self._opened is None or self._opened[0] != os.getpid():  # connections do not survive a fork
-            system, root = fsspec.core.url_to_fs(self.folder)
-            self._opened = os.getpid(), system, root.rstrip("/")
-        return self._opened[1:]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
 
 
 def split_location(location: str | Path) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 from lightnet_data import manifest as manifests
+from lightnet_data import remote
 from lightnet_data.dataset import ORDER_VERSION, PackedTokens
 from lightnet_data.mixture import Mixture, Schedule, Stage
 
@@ -59,8 +60,8 @@ def sources_of(config: RunConfig) -> dict[str, Source]:
 
 
 def _source(field: str, given: str, split: str, subset: str | None) -> Source:
-    folder = given.rstrip("/") if manifests.is_url(given) else str(Path(given))
-    if not manifests.is_url(folder) and not Path(folder).is_dir():
+    folder = given.rstrip("/") if remote.is_url(given) else str(Path(given))
+    if not remote.is_url(folder) and not Path(folder).is_dir():
         raise UserError(f"{field} {folder}: no such folder; write it with `lightnet prep INPUT... --output {folder}`")
     facts = manifests.load(folder)
     if subset is not None:
@@ -105,17 +106,14 @@ def tokenizer_file(source: Source) -> Path | None:
     """The tokenizer beside a source, in a folder with its manifest; copied to this machine if it lies elsewhere."""
     folder = Path(source.folder)
     names = ["tokenizer.model", "tokenizer.json"]
-    if manifests.is_url(source.folder):
-        import fsspec
-
+    if remote.is_url(source.folder):
         folder = Path(mkdtemp(prefix="lightnet-tokenizer-"))
         names = [str(source.tokenizer["file"])] if source.tokenizer.get("file") else []
         for name in [manifests.FILE_NAME, *names]:
             try:
-                with fsspec.open(f"{source.folder}/{name}", "rb") as file:
-                    (folder / name).write_bytes(file.read())
-            except Exception as error:  # each remote file system has its own
-                raise UserError(f"{source.folder}/{name}: cannot read it ({type(error).__name__}: {error})") from None
+                (folder / name).write_bytes(remote.read(f"{source.folder}/{name}"))
+            except FileNotFoundError:
+                raise UserError(f"{source.folder}/{name}: no such file; copy the folder again") from None
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 

@@ -1,10 +1,7 @@
 """Packed tar shards: the samples of .bin/.idx, from a folder or by URL; a changed byte is noticed."""
 
-import functools
-import http.server
 import json
 import pickle
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightnet_data import manifest, webdataset_tokens
+from lightnet_data import manifest, remote, webdataset_tokens
 from lightnet_data.dataset import PackedTokens, collate
 from lightnet_data.documents import DocumentReader
 from lightnet_data.errors import DataError
 from lightnet_data.sampler import GlobalBatchSampler
 
 from .conftest import EOD, write_shards
+from .serving import Ranges, serve
 
 LENGTH = 16
 
@@ -49,49 +47,12 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "train", pack(folder / "train", folder / "tar")
 
 
-class Ranges(http.server.SimpleHTTPRequestHandler):
-    """Serves ranges of bytes, as object stores do; every third request fails once."""
-
-    requests = 0
-    gives_ranges = True
-
-    def do_GET(self) -> None:
-        given = self.headers.get("Range")
-        type(self).requests += 1
-        if given and self.requests % 3 == 0 and self.gives_ranges:
-            self.send_error(503)
-            return
-        if not given or not self.gives_ranges:
-            super().do_GET()
-            return
-        first, last = given.removeprefix("bytes=").split("-")
-        data = Path(self.translate_path(self.path)).read_bytes()
-        part = data[int(first) : int(last) + 1]
-        self.send_response(206)
-        self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(data)}")
-        self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        self.wfile.write(part)
-
-    def log_message(self, *arguments: Any) -> None:
-        """Quiet."""
-
-
-class Server(http.server.ThreadingHTTPServer):
-    """Takes many requests at once."""
-
-    request_queue_size = 128
-
-
 @pytest.fixture
 def server(both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(webdataset_tokens, "_PAUSES", (0.01,) * 5)
-    monkeypatch.setattr(Ranges, "gives_ranges", True)
-    handler = functools.partial(Ranges, directory=str(both[1].parent))
-    with Server(("127.0.0.1", 0), handler) as served:
-        threading.Thread(target=served.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{served.server_port}/tar"
-        served.shutdown()
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(remote, "PAUSES", [0.01] * 8)
+    with serve(both[1].parent) as url:
+        yield f"{url}/tar"
 
 
 def test_a_folder_reads_as_the_shards_it_was_made_from(both: tuple[Path, Path]) -> None:

@@ -1,0 +1,108 @@
+"""Files by URL through fsspec: whole or in ranges, asked for again when a request fails."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from lightnet_data.errors import DataError
+
+PAUSES = [1.0, 4.0, 15.0]  # seconds before a request that failed is made again
+
+
+def is_url(location: str | Path) -> bool:
+    """Whether fsspec opens a location, rather than this machine's file system."""
+    return "://" in str(location)
+
+
+def read(url: str) -> bytes:
+    """All of a file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DataError: it cannot be read.
+    """
+    folder, _, name = url.rpartition("/")
+    return Folder(folder).read([name])[0]
+
+
+class Folder:
+    """A folder of this machine or by URL, whose files are read in any process."""
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+        self._opened: tuple[int, Any, str] | None = None
+
+    def system(self) -> tuple[Any, str]:
+        """The file system, with connections of this process, and the folder's path in it."""
+        if self._opened is None or self._opened[0] != os.getpid():  # connections do not survive a fork
+            import fsspec
+
+            system, root = fsspec.core.url_to_fs(self.location)
+            self._opened = os.getpid(), system, root.rstrip("/")
+        return self._opened[1:]
+
+    def read(self, files: Sequence[str], starts: Sequence[int] | None = None, length: int = 0) -> list[bytes]:
+        """``length`` bytes of each file from each start, or the whole files; all at once where the file system can.
+
+        Raises:
+            FileNotFoundError: one is not there.
+            DataError: one cannot be read.
+        """
+        return self._ask(files, lambda wanted: self._read(wanted, files, starts, length))
+
+    def sizes(self, files: Sequence[str]) -> list[int]:
+        """Bytes of each file.
+
+        Raises:
+            FileNotFoundError, DataError: as ``read``.
+        """
+        self.system()  # one for all threads
+        with ThreadPoolExecutor(16) as pool:
+            return self._ask(files, lambda wanted: list(pool.map(self._size, (files[place] for place in wanted))))
+
+    def _read(self, wanted: list[int], files: Sequence[str], starts: Sequence[int] | None, length: int) -> list[Any]:
+        system, root = self.system()
+        paths = [f"{root}/{files[place]}" for place in wanted]
+        if starts is None:
+            return [system.cat_file(path) for path in paths]
+        begins = [starts[place] for place in wanted]
+        found: list[Any] = system.cat_ranges(paths, begins, [begin + length for begin in begins])
+        return found
+
+    def _size(self, file: str) -> Any:
+        system, root = self.system()
+        try:
+            return int(system.info(f"{root}/{file}")["size"])
+        except Exception as error:
+            return error
+
+    def _ask(self, files: Sequence[str], ask: Callable[[list[int]], list[Any]]) -> list[Any]:
+        found: dict[int, Any] = {}
+        for pause in (*PAUSES, None):
+            wanted = [place for place in range(len(files)) if place not in found]
+            try:
+                given = ask(wanted)
+            except Exception as error:  # each remote file system has its own
+                given = [error] * len(wanted)
+            failed: list[tuple[str, BaseException]] = []
+            for place, item in zip(wanted, given, strict=True):
+                if isinstance(item, FileNotFoundError):
+                    raise FileNotFoundError(f"{self.location}/{files[place]}")
+                if isinstance(item, BaseException):  # an error of one range is returned, not raised
+                    failed.append((files[place], item))
+                else:
+                    found[place] = item
+            if not failed:
+                return [found[place] for place in range(len(files))]
+            lasting = isinstance(failed[0][1], (ImportError, ValueError, PermissionError))
+            if pause is None or lasting or not is_url(self.location):
+                break
+            time.sleep(pause)
+        file, problem = failed[0]
+        raise DataError(f"{self.location}/{file}: cannot read it ({type(problem).__name__}: {problem})")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}
