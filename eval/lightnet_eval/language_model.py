@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from lightnet_data.tokenizer import Tokenizer
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
@@ -61,11 +62,12 @@ class LightNetLM(LM):
     ):
         super().__init__()
         self.ranks = ranks or Ranks.join()
+        self._say = warn or (lambda line: print(f"warning: {line}", file=sys.stderr))
         if loaded is None:
             place = checkpoint or pretrained
             if place is None:
                 raise UserError("checkpoint: not given; name a run folder, a step of it, or a Hugging Face folder")
-            loaded = load_model(place, device or self.ranks.device(), dtype)
+            loaded = load_model(place, self._choose(device), dtype)
         if max_length is not None and max_length < 1:
             raise UserError(f"max_length {max_length} must be at least 1")
         self.loaded, self.model = loaded, loaded.model
@@ -73,8 +75,16 @@ class LightNetLM(LM):
         self.batch_tokens, self.max_length, self.add_bos_token = batch_tokens, max_length, add_bos_token
         self.batch_size = 32 if batch_size in (None, "auto", 1, "1") else int(batch_size)  # lm-eval's own default is 1
         self._device = next(self.model.parameters()).device
-        self._say = warn or (lambda line: print(f"warning: {line}", file=sys.stderr))
         self._contexts: dict[str, tuple[int, ...]] = {}
+
+    def _choose(self, device: str | None) -> str | None:
+        """lm-eval's program asks for cuda:0 where nobody named a device, on every process and machine."""
+        if device in ("cuda", "cuda:0"):
+            if not torch.cuda.is_available():
+                self._warn(f"device {device} is not here; the CPU is used")
+                return "cpu"
+            return self.ranks.device() or device
+        return device or self.ranks.device()
 
     @property
     def tokenizer_name(self) -> str:
