@@ -1,0 +1,162 @@
+"""Images and latents for training: the sample at a global position is a function of (seed, position) alone."""
+
+import io
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightnet_data import pictures
+from lightnet_data.draws import Draws
+from lightnet_data.errors import DataError
+from lightnet_data.image_transforms import Transform
+from lightnet_data.sample_shards import SampleStore, class_names
+from lightnet_data.shuffle import Permutation
+
+Sample = dict[str, Any]
+AUGMENTATION, LATENT = 0, 1  # streams of draws
+
+
+class _Samples(torch.utils.data.Dataset[Sample]):
+    """Every sample of a split once an epoch, in an order drawn from (seed, epoch); positions have no end.
+
+    Attributes:
+        samples_per_epoch: samples of the split.
+        classes: names by number.
+    """
+
+    kind: str
+
+    def __init__(self, folder: str | Path, split: str, seed: int, shuffle: bool) -> None:
+        self.store = SampleStore(folder, split, self.kind)
+        self.classes = class_names(folder)
+        self.seed, self.shuffle = seed, shuffle
+        self.samples_per_epoch = len(self.store)
+        if not self.samples_per_epoch:
+            raise DataError(f"{folder}: split {split} holds no sample; make it again")
+
+    def __len__(self) -> int:
+        """Samples of one epoch."""
+        return self.samples_per_epoch
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Epoch and number of the sample at a global position."""
+        position = operator.index(position)
+        if position < 0:
+            raise IndexError(f"sample position {position} is negative")
+        epoch, place = divmod(position, self.samples_per_epoch)
+        return epoch, Permutation(self.samples_per_epoch, self.seed, epoch)(place) if self.shuffle else place
+
+
+class ImageSamples(_Samples):
+    """Images of shards made by ``lightnet data images``; map-style, a ``GlobalBatchSampler`` deals the positions.
+
+    Args:
+        folder: of the shards.
+        split: "train", "validation", ...
+        seed: with the position, all that a sample depends on.
+        transform: from an RGB image (PIL) and the sample's draws to an RGB image.
+        shuffle: False gives samples in stored order (validation).
+    """
+
+    kind = "images"
+
+    def __init__(
+        self, folder: str | Path, split: str, transform: Transform | None = None, seed: int = 0, shuffle: bool = True
+    ) -> None:
+        super().__init__(folder, split, seed, shuffle)
+        self.transform = transform
+
+    def __getitem__(self, position: int) -> Sample:
+        """The sample at a global position.
+
+        Returns:
+            image: uint8 [3, H, W]. label: its class. number: in the split. sample_id: the position.
+
+        Raises:
+            DataError: a shard is missing or changed.
+        """
+        epoch, number = self.place(position)
+        data, label = self.store.read(number)
+        try:
+            image = pictures.decode(data)
+        except pictures.BadImage as error:
+            where = f"{self.store.where(number)}: sample {number}"
+            raise DataError(f"{where} {error}; the shard has changed, copy it again") from None
+        if self.transform is not None:
+            image = self.transform(image, Draws(self.seed, epoch, number, AUGMENTATION))
+        pixels = np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+        return {"image": pixels, "label": label, "number": number, "sample_id": operator.index(position)}
+
+
+class LatentSamples(_Samples):
+    """Latents of shards made by ``lightnet data latents``, drawn from their distribution, shifted and scaled.
+
+    Args:
+        folder, split, seed, shuffle: as for ``ImageSamples``.
+        flip: take the mirrored image's latent with probability 1/2, where it is stored.
+    """
+
+    kind = "latents"
+
+    def __init__(self, folder: str | Path, split: str, seed: int = 0, shuffle: bool = True, flip: bool = True) -> None:
+        super().__init__(folder, split, seed, shuffle)
+        facts = self.store.manifest["latents"]
+        self.stored_shape: list[int] = list(facts["shape"])
+        self.shape: tuple[int, int, int] = tuple(self.stored_shape[2:])  # type: ignore[assignment]
+        self.scaling_factor, self.shift_factor = float(facts["scaling_factor"]), float(facts["shift_factor"])
+        if flip and self.stored_shape[0] != 2:
+            raise DataError(f"{folder}: holds no mirrored latents; make them with --flip, or set flip to false")
+        self.flip = flip
+
+    def stored(self, number: int) -> NDArray[np.float16]:
+        """What is stored of a sample, fp16 [1 or 2, 2, C, h, w]."""
+        array: NDArray[np.float16] = np.load(io.BytesIO(self.store.read(number)[0]), allow_pickle=False)
+        if list(array.shape) != self.stored_shape:
+            where = f"{self.store.where(number)}: sample {number}"
+            raise DataError(f"{where} is {list(array.shape)}, the manifest says {self.stored_shape}; copy it again")
+        return array
+
+    def __getitem__(self, position: int) -> Sample:
+        """The sample at a global position.
+
+        Returns:
+            latent: float32 [C, h, w]. label: its class. number: in the split. sample_id: the position.
+
+        Raises:
+            DataError: a shard is missing or changed.
+        """
+        epoch, number = self.place(position)
+        draws = Draws(self.seed, epoch, number, LATENT)
+        mean, logvar = self.stored(number)[draws.integer(2) if self.flip else 0].astype(np.float32)
+        latent = mean + np.exp(0.5 * logvar) * draws.normals(mean.shape)
+        scaled = (latent - np.float32(self.shift_factor)) * np.float32(self.scaling_factor)
+        label = int(self.store.labels[number])
+        return {"latent": scaled, "label": label, "number": number, "sample_id": operator.index(position)}
+
+
+def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """One micro-batch of samples as tensors.
+
+    Args:
+        samples: B samples of one kind and one size.
+
+    Returns:
+        images: uint8 [B, 3, H, W], or latents: float32 [B, C, h, w]. labels, numbers, sample_ids: int64 [B].
+
+    Raises:
+        DataError: images of different sizes.
+    """
+    name = "image" if "image" in samples[0] else "latent"
+    for sample in samples:
+        if sample[name].shape != samples[0][name].shape:
+            sizes = f"{list(samples[0][name].shape)} and {list(sample[name].shape)} (sample {sample['number']})"
+            raise DataError(f"a batch of {name}s of {sizes}; crop them to one size by a transform")
+    batch = {f"{name}s": torch.from_numpy(np.stack([sample[name] for sample in samples]))}
+    for key, plural in (("label", "labels"), ("number", "numbers"), ("sample_id", "sample_ids")):
+        batch[plural] = torch.tensor([sample[key] for sample in samples], dtype=torch.int64)
+    return batch
