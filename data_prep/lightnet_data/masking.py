@@ -83,10 +83,10 @@ class MaskedTokens(torch.utils.data.Dataset[dict[str, Any]]):
     def __init__(self, samples: Any, masking: Masking) -> None:
         self.samples, self.masking = samples, masking
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("samples", "masking"):  # not there yet: a copy is being made
-            raise AttributeError(name)
-        return getattr(self.samples, name)
+    @property
+    def samples_per_epoch(self) -> int:
+        """As the data set's."""
+        return int(self.samples.samples_per_epoch)
 
     def __len__(self) -> int:
         return len(self.samples)

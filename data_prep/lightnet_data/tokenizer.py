@@ -138,6 +138,14 @@ class Tokenizer:
         """
         return b"".join(self._backend.piece_bytes(int(token)) for token in ids)
 
+    def piece(self, token: int) -> str:
+        """How the vocabulary spells an id; empty for a hole in it."""
+        return self._backend.token(token)
+
+    def special_ids(self) -> list[int]:
+        """Ids that stand for no text, in order."""
+        return [token for token in range(self.vocab_size) if not self._backend.piece_bytes(token)]
+
     def save(self, folder: str | Path) -> Path:
         """Copy the tokenizer file, byte for byte, to ``folder`` under its usual name; returns its path."""
         path = Path(folder) / FILE_NAMES[self.kind]

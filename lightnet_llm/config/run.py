@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from ..errors import nearest
 from .base import Section
 from .launch import LaunchConfig
+from .masking import MaskingConfig
 from .model import ModelConfig
 
 
@@ -265,6 +266,7 @@ class RunConfig(Section):
 
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
+    masking: MaskingConfig = Field(default_factory=MaskingConfig)
     train: TrainConfig
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)

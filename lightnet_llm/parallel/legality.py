@@ -142,9 +142,9 @@ def legal_layout(config: RunConfig, world: int) -> Layout:
     Raises:
         UserError: it cannot run; names what is wrong and the nearest layouts on as many ranks that can.
     """
-    if config.model.head != "causal_lm":
+    if config.model.head not in ("causal_lm", "masked_lm"):
         raise UserError(
-            f"model.head: {config.model.head} is a model of lightnet_llm.models; `lightnet train` trains head: causal_lm",
+            f"model.head: {config.model.head} is a model of lightnet_llm.models; `lightnet train` trains head: causal_lm and masked_lm",
             shared=True,
         )
     own = choice_of(config)

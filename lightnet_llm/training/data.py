@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from ..config.run import RunConfig
 from ..errors import UserError
+from .masking import masked, rule_of
 from .schedule import Budget
 from .sources import (
     common_tokenizer,
@@ -59,6 +60,8 @@ def check_sets(config: RunConfig) -> dict[str, Any]:
         opened = source.open(config)
         opened.windows.check()
         tokens[name] = int(opened.tokens)
+    if config.model.head == "masked_lm":
+        rule_of(config)
     if config.data.mixture:
         Schedule(sorted(used_sources(config)), stages_of(config))
     if config.validation.interval:
@@ -73,7 +76,7 @@ def training_batches(config: RunConfig, budget: Budget, rank: int, size: int, st
     Args:
         rank, size: place among the ranks that read different samples.
     """
-    dataset = training_samples(config)
+    dataset = masked(training_samples(config), config)
     sampler = GlobalBatchSampler(budget.batch_at, config.train.micro_batch, rank, size, start_step, budget.steps)
     loader = DataLoader(
         dataset,
@@ -129,15 +132,19 @@ class ValidationSet:
 
     def __init__(self, name: str, prefix: str, config: RunConfig, rank: int, size: int):
         self.name = name
-        self.dataset = PackedTokens(prefix, config.data.sequence_length, shuffle=False)
+        self.dataset = masked(PackedTokens(prefix, config.data.sequence_length, shuffle=False), config)
         self.samples = min(config.validation.samples, self.dataset.samples_per_epoch)
         self.micro, self.rank, self.size = config.train.micro_batch, rank, size
         unit = self.micro * size
         self.micro_batches = -(-self.samples // unit)
         self.scale = self.micro_batches * unit / self.samples  # undoes the mean over positions that do not count
+        if config.model.head == "masked_lm":
+            counted = sum(int((self.dataset[position]["labels"] >= 0).sum()) for position in range(self.samples))
+            self.scale *= self.samples * config.data.sequence_length / max(counted, 1)
         facts = manifests.find(prefix)
         split = (facts or {}).get("splits", {}).get(prefix.rpartition("/")[2], {})
-        self.bytes_per_token = split["bytes"] / split["tokens"] if split.get("tokens") and split.get("bytes") else None
+        known = split.get("tokens") and split.get("bytes") and config.model.head == "causal_lm"
+        self.bytes_per_token = split["bytes"] / split["tokens"] if known else None
 
     def batches(self) -> Iterator[Batch]:
         """This rank's micro-batches; labels of filling samples are -1."""

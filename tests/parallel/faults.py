@@ -1,8 +1,9 @@
 """Faults planted on purpose: a test that cannot see them proves nothing."""
 
+from tests.parallel.logits import dump_logits
 from tests.parallel.shards import check_shards
 
-__all__ = ["check_shards"]  # no fault: planted like one
+__all__ = ["check_shards", "dump_logits"]  # no faults: planted like them
 
 
 def drop_row_reduction() -> None:
@@ -462,3 +463,38 @@ def crash_rank_one() -> None:
         raise ValueError("a bug on one rank")
 
     _on(1, 7, act)
+
+
+def hide_one_or_nine() -> None:
+    """No fault: samples hide one token and nine in turn, and every fifth none."""
+    from lightnet_data import masking
+
+    original = masking.Masking.__call__
+
+    def masks(self, tokens, position):  # type: ignore[no-untyped-def]
+        import numpy as np
+
+        inputs, labels = original(self, tokens, position)
+        left = np.flatnonzero(labels != masking.IGNORED)[: (1, 9, 1, 9, 0)[position % 5]]
+        few = np.full_like(labels, masking.IGNORED)
+        few[left] = labels[left]
+        return inputs, few
+
+    masking.Masking.__call__ = masks  # type: ignore[method-assign]
+
+
+def take_means_of_means() -> None:
+    """Every micro-batch weighs alike, however many labels it has."""
+    from lightnet_llm.parallel.pipeline import Clock
+
+    Clock.weight = property(lambda self: self.loss_weight * 6.4)  # type: ignore[assignment, method-assign]
+
+
+def hide_nothing() -> None:
+    """Samples without a label."""
+    from lightnet_data import masking
+
+    def masks(self, tokens, position):  # type: ignore[no-untyped-def]
+        return tokens, tokens * 0 + masking.IGNORED
+
+    masking.Masking.__call__ = masks  # type: ignore[method-assign]

@@ -43,6 +43,12 @@ VARIANTS: dict[str, list[str]] = {
     "no LRPE": ["model.lrpe=false"],
     "bidirectional": ["model.causal=false"],
     "bidirectional, no TPE": ["model.causal=false", "model.tpe=false"],
+    "masked": [
+        "model.head=masked_lm",
+        "model.causal=false",
+        "model.vocab_size=252",
+        "optimizer.learning_rate=1.5e-3",
+    ],
 }
 
 
@@ -161,6 +167,9 @@ CASES = [
     Case(tensor=2, pipeline=2, sequence=2),
     Case(tensor=2, pipeline=2, data=2, shared=True, variant="dropout"),
     Case(tensor=2, pipeline=4, every=2),
+    Case(data=2, zero=3, variant="masked"),
+    Case(tensor=2, pipeline=2, variant="masked"),
+    Case(tensor=2, sequence=2, shared=True, variant="masked"),
     Case(data=2, zero=3, precision="bf16"),
     Case(data=2, zero=2, precision="bf16"),
     Case(tensor=2, precision="bf16"),

@@ -117,7 +117,16 @@ MODELS = [
         {"model.drop_path": 0.1, "parallel.tensor": 2, "parallel.tensor_sequence_parallel": True},
         "splits samples, which model.drop_path leaves out as a whole; legal on 2 ranks: parallel.tensor_sequence_parallel=false",
     ),
-    ({"model.head": "masked_lm", "model.causal": False}, "model.head: masked_lm is a model of lightnet_llm.models"),
+    (
+        {
+            "model.head": "classifier",
+            "model.causal": False,
+            "model.axes": 2,
+            "model.vocab_size": 0,
+            "model.image": {"size": [8, 8], "patch": 2, "classes": 3},
+        },
+        "model.head: classifier is a model of lightnet_llm.models",
+    ),
 ]
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightnet_data.errors import DataError
 from lightnet_data.masking import IGNORED, MaskedTokens, Masking
+from torch.utils.data import DataLoader
 
 RULE = Masking(vocab_size=50, mask_id=50, special_ids=(0, 3), seed=9)
 
@@ -89,6 +90,11 @@ def test_a_data_set_is_masked_by_position_alone() -> None:
         def __len__(self) -> int:
             return 7
 
+        def __getitems__(
+            self, positions: list[int]
+        ) -> list[dict[str, object]]:  # a loader would ask for this, if it could
+            return [self[position] for position in positions]
+
         def __getitem__(self, position: int) -> dict[str, object]:
             return {"input_ids": np.arange(4, 24), "labels": np.arange(5, 25), "sample_id": position}
 
@@ -97,3 +103,7 @@ def test_a_data_set_is_masked_by_position_alone() -> None:
     first, later = masked[2], masked[2 + 7]
     assert (first["input_ids"] != later["input_ids"]).any(), "another epoch hides other tokens"
     assert (first["input_ids"] == pickle.loads(pickle.dumps(RULE))(np.arange(4, 24), 2)[0]).all()
+    loader = DataLoader(masked, batch_sampler=[[2, 9]], collate_fn=list)
+    assert [(row["input_ids"] == masked[at]["input_ids"]).all() for row, at in zip(*loader, (2, 9), strict=True)] == [
+        True
+    ] * 2
