@@ -27,7 +27,8 @@ class Draws:
     def uniforms(self, count: int) -> NDArray[np.float64]:
         """Uniform in [0, 1), float64 [count]."""
         raw: NDArray[np.uint64] = self._philox.random_raw(count)
-        return (raw >> np.uint64(11)) * 2.0**-53
+        values: NDArray[np.float64] = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return values
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
         """Uniform in [low, high)."""

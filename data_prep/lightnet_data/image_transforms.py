@@ -41,7 +41,8 @@ class RandomResizedCrop:
 
     def __call__(self, image: Any, draws: Draws) -> Any:
         """See the class."""
-        box = self.box(*image.size, draws)
+        width, height = image.size
+        box = self.box(width, height, draws)
         return image.resize((self.size, self.size), pictures.pillow().Resampling.BICUBIC, box=box)
 
 
