@@ -137,7 +137,8 @@ def train(
             click.echo("\n".join(lines(resolved["ranks"])))
             if loaded.parallel.pipeline_partition == "time" and loaded.parallel.pipeline > 1:
                 click.echo("stages are chosen by measured time when the run starts; shown as if by parameters")
-            click.echo("\n".join(source_lines(resolved["data"])))
+            for line in source_lines(resolved["data"]):
+                click.echo(line)
             for problem in resolved["problems"]:
                 click.echo(f"would not start: {problem}")
         return
