@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from lightnet_llm.errors import UserError
-from lightnet_llm.models import CausalLM, ForwardContext
+from lightnet_llm.models import CausalLM, ForwardContext, ModelState
+from lightnet_llm.models.decoding import select_rows
 
-from .forks import Forks
 from .heldout import default_batch_tokens
 from .prefixes import Group, group
 from .ranks import Ranks
 
 LOGITS_AT_ONCE = 1 << 25  # elements
+STATE_BYTES = (2 << 30, 16 << 30)  # of states held at once, on the CPU and on a GPU
 
 
 class Request(NamedTuple):
@@ -86,7 +87,9 @@ def likelihoods(
     total = sum(_size(item, unique) for item in groups)
     share = min(limit, max(1, -(-total // ranks.size)))  # few requests: a part for every rank
     mine: dict[int, tuple[float, bool]] = {}
-    for batch in _batches(groups, unique, share)[ranks.rank :: ranks.size]:
+    device = next(model.parameters()).device
+    states = max(8, STATE_BYTES[device.type == "cuda"] // _state_bytes(model))
+    for batch in _batches(groups, unique, share, states)[ranks.rank :: ranks.size]:
         if len(batch) == 1 and _size(batch[0], unique) > limit:
             scores = _carried(model, batch[0], unique, limit)
         else:
@@ -122,51 +125,89 @@ def _size(item: Group, unique: list[Request]) -> int:
     return item.shared + sum(len(unique[index].tokens) - 1 - item.shared for index in item.members)
 
 
-def _batches(groups: list[Group], unique: list[Request], limit: int) -> list[list[Group]]:
-    """Groups of up to ``limit`` tokens together; a longer one alone."""
+def _batches(groups: list[Group], unique: list[Request], limit: int, states: int) -> list[list[Group]]:
+    """Groups of up to ``limit`` tokens and ``states`` states together, a longer one alone; those that share nothing apart."""
     batches: list[list[Group]] = []
-    filled = limit
-    for item in groups:
-        size = _size(item, unique)
-        if filled + size > limit:
-            batches.append([])
-            filled = 0
-        batches[-1].append(item)
-        filled += size
+    for kind in ([item for item in groups if item.shared], [item for item in groups if not item.shared]):
+        filled, held = limit, 0
+        for item in kind:
+            size, count = _size(item, unique), len(item.members) + 1 if item.shared else 0
+            if filled + size > limit or held + count > states:
+                batches.append([])
+                filled = held = 0
+            batches[-1].append(item)
+            filled, held = filled + size, held + count
     return batches
 
 
+def _state_bytes(model: CausalLM) -> int:
+    """Of one row's state."""
+    config = model.config
+    scan = config.width * config.head_width * (2 if config.lrpe else 1)
+    return 4 * (config.layers * scan + (config.width * config.tpe_rank if config.tpe else 0))
+
+
 def _packed(model: CausalLM, batch: list[Group], unique: list[Request]) -> dict[int, tuple[float, bool]]:
-    """All groups in one pass: a segment for each shared beginning and one for each rest that goes on from it."""
-    ids: list[int] = []
-    bounds, parents = [0], []
-    rows: list[_Row] = []
-
-    def segment(tokens: Sequence[int], parent: int) -> int:
-        ids.extend(tokens)
-        bounds.append(len(ids))
-        parents.append(parent)
-        return len(parents) - 1
-
+    """A pass over all shared beginnings and one over all the rests, each from its beginning's state; or one over groups
+    that share nothing."""
+    trunks, rests = _Pass(), _Pass()
     for item in batch:
-        trunk, begin = -1, len(ids)
+        begin, trunk = len(trunks.ids), len(trunks.bounds) - 1
         if item.shared:
-            trunk = segment(unique[item.members[0]].tokens[: item.shared], -1)
+            trunks.add(unique[item.members[0]].tokens[: item.shared])
         for index in item.members:
             tokens, start = unique[index]
-            first = len(ids)
+            first = len(rests.ids)
             if len(tokens) - 1 > item.shared:
-                segment(tokens[item.shared : -1], trunk)
+                rests.add(tokens[item.shared : -1], trunk)
             for place in range(start - 1, len(tokens) - 1):
-                where = begin + place if place < item.shared else first + place - item.shared
-                rows.append(_Row(where, tokens[place + 1], index))
-    device = next(model.parameters()).device
-    exchange = None
-    if max(parents) >= 0:
-        exchange = Forks(torch.tensor(parents, device=device))
-    context = ForwardContext(cu_seqlens=torch.tensor(bounds), exchange=exchange)
-    hidden, _ = model.hidden(torch.tensor([ids], device=device), context)
-    return _sums(rows, *_predictions(model, hidden, rows))
+                inside = place < item.shared
+                row = _Row(begin + place if inside else first + place - item.shared, tokens[place + 1], index)
+                (trunks if inside else rests).rows.append(row)
+    rows: list[_Row] = []
+    nats: list[float] = []
+    greedy: list[bool] = []
+    state = None
+    for packed in (trunks, rests):
+        if not packed.ids:
+            continue
+        state = packed.run(model, state, packed is trunks and bool(rests.ids))
+        rows += packed.rows
+        nats += packed.nats
+        greedy += packed.greedy
+    return _sums(rows, nats, greedy)
+
+
+class _Pass:
+    """Segments of one forward pass, and what is wanted of it."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.bounds, self.parents = [0], []
+        self.rows: list[_Row] = []
+        self.nats: list[float] = []
+        self.greedy: list[bool] = []
+
+    bounds: list[int]
+    parents: list[int]
+
+    def add(self, tokens: Sequence[int], parent: int = -1) -> None:
+        """A segment, which goes on from state ``parent``."""
+        self.ids.extend(tokens)
+        self.bounds.append(len(self.ids))
+        self.parents.append(parent)
+
+    def run(self, model: CausalLM, before: ModelState | None, return_state: bool) -> ModelState | None:
+        """Read the segments and predict; the states after them where asked for."""
+        device = next(model.parameters()).device
+        if before is not None:
+            before = select_rows(before, torch.tensor(self.parents, device=device))
+        context = ForwardContext(cu_seqlens=torch.tensor(self.bounds))
+        ids = torch.tensor([self.ids], device=device)
+        hidden, after = model.hidden(ids, context, before, return_state)
+        if self.rows:
+            self.nats, self.greedy = _predictions(model, hidden, self.rows)
+        return after
 
 
 def _carried(model: CausalLM, item: Group, unique: list[Request], limit: int) -> dict[int, tuple[float, bool]]:
