@@ -22,6 +22,7 @@ class Options:
     ``min_chars``, ``max_chars``: documents of fewer or more characters are dropped. ``language``: as are those that are
     not, with ``language_threshold`` certainty, of this language. ``dedup``: "exact" keeps the first of equal texts, "minhash"
     one of nearly equal ones. ``shard_tokens``: tokens of an output shard at most; None: a split is one shard.
+    ``format``: "megatron" for .bin/.idx, "webdataset" for tar shards of samples of ``sequence_length`` tokens.
     """
 
     fields: tuple[str, ...] = ("text",)
@@ -41,7 +42,9 @@ class Options:
     language_threshold: float = DEFAULT_LANGUAGE_THRESHOLD
     dedup: str | None = None
     shard_tokens: int | None = None
+    format: str = "megatron"
+    sequence_length: int | None = None
 
 
 # What decides how finished parts are put together, not what is in them: another value does not redo them.
-OF_THE_MERGE = ("shard_tokens", "holdout")
+OF_THE_MERGE = ("shard_tokens", "holdout", "format", "sequence_length")

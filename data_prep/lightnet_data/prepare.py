@@ -12,7 +12,17 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from lightnet_data import executors, manifest, merging, parts, pipeline, reading, selection, sources
+from lightnet_data import (
+    executors,
+    manifest,
+    merging,
+    parts,
+    pipeline,
+    reading,
+    selection,
+    sources,
+    webdataset_tokens,
+)
 from lightnet_data.errors import DataError
 from lightnet_data.executors import Execution
 from lightnet_data.options import Options
@@ -287,17 +297,20 @@ def _merge(
         result["subsets"] = dict(sorted(subsets.items()))
     fields: list[int | None] = [None] if len(options.fields) == 1 else list(range(len(options.fields)))
     groups: list[str | None] = [*sorted(subsets)] if options.by_subset else [None]
-    dtype, taken, size = token_dtype(tokenizer.vocab_size), set[str](), options.shard_tokens
+    dtype, taken, eod_id = token_dtype(tokenizer.vocab_size), set[str](), tokenizer.eod_id
+    size = options.shard_tokens if options.format == "megatron" else None
     for field in fields:
         for group in groups:
             if field is None and group is None:
                 result["splits"], result["files"] = merging.write(work, plan, out, limit, dtype, (None, None), size)
+                _pack(out, result["splits"], result["files"], options, eod_id)
                 continue
             name = " ".join(([] if field is None else [options.fields[field]]) + ([] if group is None else [group]))
             place = merging.slug(name, taken)
             taken.add(place)
             (out / place).mkdir()
             splits, written = merging.write(work, plan, out / place, limit, dtype, (field, group), size)
+            _pack(out / place, splits, written, options, eod_id)
             _add_tokenizer(out / place, tokenizer, written)
             own = {key: sum(split[key] for split in splits.values()) for key in total}
             own |= {"splits": splits, "output": name, "subsets": {}, "outputs": {}, "files": written}
@@ -307,6 +320,15 @@ def _merge(
     _add_tokenizer(out, tokenizer, result["files"])
     manifest.save(out, result)
     return result
+
+
+def _pack(
+    folder: Path, splits: dict[str, dict[str, Any]], files: dict[str, dict[str, Any]], options: Options, eod_id: int
+) -> None:
+    """With --format webdataset: packed samples instead of .bin and .idx."""
+    if options.format == "webdataset":
+        assert options.sequence_length is not None
+        webdataset_tokens.pack(folder, splits, files, options.sequence_length, options.shard_tokens, eod_id)
 
 
 def _add_tokenizer(folder: Path, tokenizer: Tokenizer, files: dict[str, dict[str, Any]]) -> None:
@@ -345,6 +367,12 @@ def _check_options(
     selection.check(options)
     if options.by_subset and options.subset_field is None:
         raise DataError("--by-subset goes with --subset-field, which names the field of the subset")
+    if options.format not in ("megatron", "webdataset"):
+        raise DataError(f"--format {options.format}: megatron or webdataset")
+    if (options.format == "webdataset") != (options.sequence_length is not None):
+        raise DataError("--format webdataset and --sequence-length go together: packed samples have the run's length")
+    if options.sequence_length is not None and options.sequence_length < 1:
+        raise DataError(f"--sequence-length {options.sequence_length}: must be at least 1")
     if not 0 <= options.holdout < 1:
         raise DataError(f"--holdout {options.holdout}: a share of the documents, at least 0 and below 1")
     if tokenizer_path is not None and options.vocab_size is not None:

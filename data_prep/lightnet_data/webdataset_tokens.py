@@ -27,7 +27,11 @@ _BLOCK = tarfile.BLOCKSIZE
 
 
 def write(
-    prefix: str | Path, output: str | Path, sequence_length: int, samples_per_shard: int = SAMPLES_PER_SHARD
+    prefix: str | Path,
+    output: str | Path,
+    sequence_length: int,
+    samples_per_shard: int = SAMPLES_PER_SHARD,
+    eod_id: int | None = None,
 ) -> dict[str, Any]:
     """Write the windows of one split as ``OUTPUT/NAME-000000.tar`` and on, NAME the last part of ``prefix``.
 
@@ -40,6 +44,7 @@ def write(
         output: existing folder.
         sequence_length: inputs of a window, N.
         samples_per_shard: windows of a tar file.
+        eod_id: end-of-document token, where there is no manifest yet.
 
     Returns:
         What the manifest must hold under ``splits.NAME.webdataset``.
@@ -49,7 +54,7 @@ def write(
     """
     if sequence_length < 1 or samples_per_shard < 1:
         raise DataError(f"{sequence_length} tokens, {samples_per_shard} samples a shard: both must be at least 1")
-    windows = StreamWindows(prefix, sequence_length)
+    windows = StreamWindows(prefix, sequence_length, eod_id)
     if windows.samples < 1:
         raise DataError(
             f"{prefix}: {windows.tokens} tokens are fewer than sequence length {sequence_length} + 1; the largest for it is "
@@ -77,6 +82,44 @@ def write(
         **_layout(windows),
         "shards": shards,
     }
+
+
+def pack(
+    folder: Path,
+    splits: dict[str, dict[str, Any]],
+    files: dict[str, dict[str, Any]],
+    sequence_length: int,
+    shard_tokens: int | None = None,
+    eod_id: int | None = None,
+) -> None:
+    """Replace the .bin/.idx of a folder that is being written by packed tar shards, in its manifest's entries too.
+
+    Args:
+        folder: with one .bin/.idx pair for each split.
+        splits: the manifest's entries of the splits; an empty one is left as it is.
+        files: its entries of the files.
+        sequence_length: inputs of a window.
+        shard_tokens: of a tar file, about; None: ``SAMPLES_PER_SHARD`` windows.
+        eod_id: end-of-document token.
+
+    Raises:
+        DataError: a split is shorter than a window.
+    """
+    samples = SAMPLES_PER_SHARD if shard_tokens is None else max(1, shard_tokens // sequence_length)
+    for name, split in splits.items():
+        if not split["tokens"]:
+            continue
+        if split["tokens"] <= sequence_length:
+            raise DataError(
+                f"--sequence-length {sequence_length}: the {name} split has {split['tokens']} tokens, and a sample needs one "
+                "more than its length; choose a smaller one, or another --holdout"
+            )
+        split["webdataset"] = write(folder / name, folder, sequence_length, samples, eod_id)
+        for shard in split["webdataset"]["shards"]:
+            files[shard["file"]] = {"bytes": shard["bytes"], "sha256": shard["sha256"]}
+    for file in [f"{name}.{suffix}" for name in splits for suffix in ("bin", "idx", "bytes.npy")]:
+        files.pop(file, None)
+        (folder / file).unlink(missing_ok=True)
 
 
 class _Hashed:

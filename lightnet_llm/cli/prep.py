@@ -65,6 +65,15 @@ BESIDE_CONFIG = ("inputs", "config", "overwrite", "as_json")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the held-out choice and the tokenizer sample.")
 @click.option("--eod-token", metavar="TOKEN", help="End-of-document token of --tokenizer, where it is not found.")
 @click.option("--shard-tokens", type=int, metavar="N", help="Tokens of a shard at most. [default: a split is one]")
+@click.option(
+    "--format",
+    "output_format",
+    type=click.Choice(["megatron", "webdataset"]),
+    default="megatron",
+    show_default=True,
+    help=".bin/.idx, or tar shards of packed samples, which training also reads by URL.",
+)
+@click.option("--sequence-length", type=int, metavar="N", help="Tokens of a packed sample, as the run will read them.")
 @click.option("--min-chars", type=int, metavar="N", help="Drop documents of fewer characters.")
 @click.option("--max-chars", type=int, metavar="N", help="Drop documents of more characters.")
 @click.option("--language", metavar="CODE", help="Drop documents of other languages (en, de, ...; needs fastText).")
@@ -98,6 +107,8 @@ def prep(
     seed: int,
     eod_token: str | None,
     shard_tokens: int | None,
+    output_format: str,
+    sequence_length: int | None,
     min_chars: int | None,
     max_chars: int | None,
     language: str | None,
@@ -139,6 +150,8 @@ def prep(
                 "holdout": holdout,
                 "seed": seed,
                 "shard_tokens": shard_tokens,
+                "format": output_format,
+                "sequence_length": sequence_length,
                 "min_chars": min_chars,
                 "max_chars": max_chars,
                 "language": language,

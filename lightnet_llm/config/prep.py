@@ -69,6 +69,10 @@ class Write(Section):
 
     shard_tokens: int | None = None
     """Tokens of a shard at most; null: a split is one."""
+    format: Literal["megatron", "webdataset"] = "megatron"
+    """.bin/.idx, or tar shards of packed samples."""
+    sequence_length: int | None = None
+    """Tokens of a packed sample, as the run will read them."""
     holdout: float = 0.05
     """Share of documents for validation."""
     seed: int = 0

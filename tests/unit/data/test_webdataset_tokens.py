@@ -2,7 +2,7 @@
 
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from click.testing import Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightnet_data import manifest, remote, webdataset_tokens
@@ -217,3 +218,33 @@ def test_refusals(both: tuple[Path, Path], tmp_path: Path, server: str, monkeypa
     monkeypatch.setattr(Ranges, "gives_ranges", False)
     with pytest.raises(DataError, match="its server gives no ranges of bytes"):
         PackedTokens(f"{server}/train", LENGTH)[0]
+
+
+def test_prep_writes_them(run_prep: Callable[..., Result], corpus: Path, tokenizer_file: Path, tmp_path: Path) -> None:
+    """The samples of --format webdataset are those of .bin/.idx, whatever the size of shards; nothing else is left."""
+    common = [corpus, "--tokenizer", tokenizer_file, "--holdout", 0.2]
+    assert run_prep(*common, "--output", tmp_path / "plain").exit_code == 0
+    packing = ["--format", "webdataset", "--sequence-length", 32, "--shard-tokens", 4000]
+    result = run_prep(*common, "--output", tmp_path / "packed", *packing)
+    assert result.exit_code == 0, result.output
+    for split in ("train", "validation"):
+        plain, packed = (
+            PackedTokens(tmp_path / "plain" / split, 32, 1),
+            PackedTokens(tmp_path / "packed" / split, 32, 1),
+        )
+        assert equal(plain, packed, range(2 * len(plain)))
+    written = manifest.load(tmp_path / "packed")
+    files = {path.name for path in (tmp_path / "packed").iterdir()}
+    assert files == {"manifest.json", *written["files"]} and len(list((tmp_path / "packed").glob("train-*.tar"))) > 2
+    before = {path.name: path.read_bytes() for path in (tmp_path / "packed").iterdir()}
+    again = run_prep(*common, "--output", tmp_path / "packed", *packing)
+    assert again.exit_code == 0 and "nothing to do" in again.output
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "packed").iterdir()}
+    for wrong, message in (
+        (["--format", "webdataset"], "--format webdataset and --sequence-length go together"),
+        (["--sequence-length", 32], "--format webdataset and --sequence-length go together"),
+        (["--format", "webdataset", "--sequence-length", 0], "--sequence-length 0: must be at least 1"),
+        (["--format", "webdataset", "--sequence-length", 10**6], "the train split has"),
+    ):
+        result = run_prep(*common, "--output", tmp_path / "wrong", *wrong)
+        assert result.exit_code == 1 and message in result.output and not (tmp_path / "wrong").exists()
