@@ -146,7 +146,7 @@ class _Conversion:
         self.specs = specs_of(source.model)
         self.trained = self._trained_dtype()
         self.dtype = DTYPES[dtype] if dtype else self.trained
-        self.from_masters = dtype == "float32" and source.masters is not None
+        self.from_masters = self.dtype != self.trained and dtype == "float32" and source.masters is not None
         self.warnings: list[str] = []
 
     def run(self) -> Report:

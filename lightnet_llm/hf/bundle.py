@@ -31,7 +31,7 @@ RULES = [
     # Each folder's operators have names of their own: two models, or an installed package, may be in one process.
     (r'"lightnet(?:_kernels)?::(\w+)"', r'__package__.replace(".", "_") + "::\1"'),
     # Not asked for in advance where it is missing; whatever needs it is imported only where it is there.
-    (r"^(import triton.*|from triton[. ].*)$", r"try:\n    \1\nexcept ImportError:\n    raise"),
+    (r"^( *)(import triton.*|from triton[. ].*)$", r"\1try:\n\1    \2\n\1except ImportError:\n\1    raise"),
 ]
 
 
