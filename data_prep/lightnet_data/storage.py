@@ -164,15 +164,16 @@ def _open_checked(prefix: str) -> Any:
             raise DataError(f"{path}: no such file; {_missing_hint(prefix)}")
     if bin_path.stat().st_size == 0:
         raise DataError(f"{bin_path}: the data set holds no tokens; run lightnet prep again")
-    module = indexed_dataset()
+    kind = indexed_dataset().IndexedDataset
+    data = kind.__new__(kind)
     try:
         # The index first: IndexedDataset maps .bin before it reads .idx, and fails later on a cut index.
-        data = module.IndexedDataset(prefix, mmap=True)
-    except (AssertionError, ValueError, OSError, IndexError, KeyError, AttributeError, SystemError) as error:
+        data.__init__(prefix, mmap=True)
+    except Exception as error:  # struct.error of a header that is too short has no common base with the others
+        for part in ("bin_reader", "index"):
+            data.__dict__.setdefault(part, None)  # its finalizer, which may run at any time, deletes both
         detail = str(error) or type(error).__name__
         raise DataError(f"{idx_path}: damaged or cut index ({detail}); copy it again or run lightnet prep") from None
-    except Exception as error:  # struct.error of a header that is too short has no common base with the above
-        raise DataError(f"{idx_path}: damaged or cut index ({error}); copy it again or run lightnet prep") from None
     expected, actual = _bytes_described(data.index), bin_path.stat().st_size
     if expected != actual:
         raise DataError(
