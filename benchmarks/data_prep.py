@@ -28,7 +28,6 @@ import os
 import platform
 import re
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -172,10 +171,11 @@ def run(contestant: str, corpus: Path, tokenizer: Path, workers: int, scratch: P
     found.update(contestant=contestant, workers=workers, bytes=size)
     found.update(rate=size / found["seconds"], cpu_rate=size / found["cpu_seconds"])
     found = {key: round(value, 2) if isinstance(value, float) else value for key, value in found.items()}
+    resident = max(found["rss"], found["parent_rss"] if workers == 1 else 0) // 1024
     print(
         f"  {contestant:14} {workers} workers {size / 1e6:7.1f} MB {found['seconds']:7.1f} s "
         f"{found['rate'] / 1e6:6.2f} MB/s, {found['cpu_rate'] / 1e6:6.2f} MB per processor second, "
-        f"{found['tokens']:,} tokens, worker at most {found['rss'] / 1024:.0f} MiB",
+        f"{found['tokens']:,} tokens, a worker {resident} MiB at most",
         flush=True,
     )
     return found
@@ -221,9 +221,22 @@ def beside_configuration(content: str, target: Path) -> Path:
     return target / "tokenizer.json"
 
 
-def median(rows: list[dict[str, Any]], key: str = "cpu_rate") -> float:
-    """Of a figure over repeats."""
-    return statistics.median(row[key] for row in rows)
+def equal(path: Path, documents: list[str]) -> dict[str, Any] | None:
+    """Documents that our engine and the tokenizers library encode alike, and those that they do not."""
+    from lightnet_data.tokenizer import Tokenizer
+    from tokenizers import Tokenizer as Library
+
+    if path.suffix == ".model":
+        return None
+    ours, library = Tokenizer.load(path), Library.from_file(str(path))
+    library.encode_special_tokens = True
+    differ = 0
+    for start in range(0, len(documents), 1000):
+        part = documents[start : start + 1000]
+        found = library.encode_batch(part, add_special_tokens=False)
+        differ += sum(ours.encode(text) != one.ids for text, one in zip(part, found, strict=True))
+    print(f"  {ours.engine} and tokenizers: {len(documents):,} documents, {differ} differ", flush=True)
+    return {"engine": ours.engine, "documents": len(documents), "differ": differ}
 
 
 def measure(name: str, tokenizer: Path, files: dict[str, Path], repeats: int, scratch: Path) -> dict[str, Any]:
@@ -288,9 +301,9 @@ def main() -> None:
         tables = {
             name: measure(name, path, files, given.repeats, scratch) for name, path in reversed(tokenizers.items())
         }
+        engines = {name: equal(path, documents) for name, path in tokenizers.items()}
         print(f"memory: {SMALL_BYTES // 10**6} MB and {FACTOR} times as much, two workers", flush=True)
-        size = given.bytes or SMALL_BYTES
-        small = write(scratch / "small.jsonl", documents, size)
+        small = write(scratch / "small.jsonl", documents, SMALL_BYTES)
         large = scratch / "large.jsonl"
         with large.open("wb") as file:
             for _ in range(FACTOR):
@@ -305,7 +318,9 @@ def main() -> None:
     facts = {"date": today, "machine": machine, "cores": os.cpu_count(), "python": platform.python_version()}
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     result = {**facts, "versions": versions, "command": " ".join(sys.argv), "load": os.getloadavg()}
-    output.write_text(json.dumps({**result, "tokenizers": tables, "memory": memory}, indent=1) + "\n")
+    output.write_text(
+        json.dumps({**result, "tokenizers": tables, "engines": engines, "memory": memory}, indent=1) + "\n"
+    )
     print(f"wrote {output}")
 
 

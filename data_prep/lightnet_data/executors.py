@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -227,11 +228,14 @@ def _on_ray(steps: list[PipelineStep], logs: Path, common: Any, settings: dict[s
         raise DataError("--executor ray needs Ray: pip install ray") from None
     from datatrove.executor.ray import RayPipelineExecutor
 
-    address = settings.pop("address", "auto")
+    address = str(settings.pop("address", "auto"))
+    host, _, port = address.rpartition(":")
     try:
+        if host and port.isdigit():  # Ray tries for minutes
+            socket.create_connection((host.rpartition("/")[2], int(port)), timeout=10).close()
         if not ray.is_initialized():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:120]
         raise DataError(
             f"--executor ray: no cluster at {address} ({reason}); start one with ray start --head"

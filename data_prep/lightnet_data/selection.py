@@ -25,6 +25,7 @@ from datatrove.pipeline.dedup.minhash import (
     MinhashDedupSignature,
 )
 from datatrove.pipeline.filters.lambda_filter import LambdaFilter
+from datatrove.utils.hashing import HashConfig
 from datatrove.utils.word_tokenizers import WordTokenizer
 
 from lightnet_data import parts, pipeline
@@ -134,8 +135,8 @@ def _fits(document: Document, low: int, high: int) -> bool:
     return low <= len(document.text) <= high
 
 
-def _text(document: Document) -> str:
-    return document.text
+def _text(document: Document) -> bytes:
+    return document.text.encode()
 
 
 def _priority(document: Document) -> int:
@@ -156,7 +157,7 @@ def stages(folder: Path, options: Options) -> list[Stage]:
             Stage("comparing", [find], 1),
         ]
     if options.dedup == "minhash":
-        near = MinhashConfig()
+        near = MinhashConfig(hash_config=HashConfig(hash_fc="sha1"))  # datatrove gives xxhash strings, which it refuses
         signature = MinhashDedupSignature(str(work / "signatures"), near, Words())
         pairs = MinhashDedupBuckets(
             str(work / "signatures"), str(work / "pairs"), config=near, only_dedup_in_index=False
