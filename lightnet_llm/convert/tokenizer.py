@@ -7,6 +7,7 @@ tokenizer does the same: it puts that token first, and reads the spelling of a s
 from __future__ import annotations
 
 import json
+import pydoc_data.topics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,15 @@ PROBES = (
     "  two  spaces,\ta tab,\n\na blank line \r\n and an end of spaces   ",
     "1234567890 + 3.14159 = 0x7f; a_b-c/d\\e 'quoted' \"twice\"",
     "naïve façade, Ελληνικά, Русский, 日本語, العربية, हिन्दी, 🙂👩‍👩‍👧 e\u0301",
-    "<s></s><unk><|endofdocument|><|endoftext|><0x41>[CLS]",
     "\x00\x07\x7f\ufeff\u00a0\u2003\u2028",
     "",
     " ",
     "a" * 300 + " " * 70 + "\n" * 9,
 )
+
+
+# The library's unigram model finds these in a text, whatever it is told.
+SPELLINGS = "<s></s><unk><|endofdocument|><|endoftext|><0x41>[CLS]"
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,20 @@ def beside(*folders: Path) -> Vocabulary | None:
         for name in FILE_NAMES.values():
             if (folder / name).is_file():
                 try:
-                    return Vocabulary(Tokenizer.load(folder / name), folder / name)
+                    return Vocabulary(Tokenizer.load(folder / name, _end(folder)), folder / name)
                 except DataError as error:
                     raise UserError(str(error)) from None
     return None
+
+
+def _end(folder: Path) -> str | None:
+    """The end-of-document token that ``keep`` noted."""
+    try:
+        named = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    named = named.get("content") if isinstance(named, dict) else named
+    return named if isinstance(named, str) else None
 
 
 def keep(vocabulary: Vocabulary, folder: Path) -> None:
@@ -61,19 +75,23 @@ def keep(vocabulary: Vocabulary, folder: Path) -> None:
 
 
 def export(vocabulary: Vocabulary, folder: Path) -> str | None:
-    """Write tokenizer.json and its configuration for ``AutoTokenizer``; what is wrong where that cannot be done."""
+    """Write tokenizer.json and its configuration for ``AutoTokenizer``; returns what it cannot do, if anything."""
     tokenizer = vocabulary.tokenizer
     try:
         fast = _from_sentencepiece(tokenizer) if tokenizer.kind == SENTENCEPIECE else _from_json(tokenizer)
     except ImportError as error:
         return f"{vocabulary.path}: no tokenizer files were written, {error.name} is missing (pip install {error.name})"
     fast.encode_special_tokens = True
-    for probe in PROBES:
+    topics: dict[str, str] = pydoc_data.topics.topics
+    for probe in (*PROBES, "\n".join(topics[name] for name in sorted(topics))[:20000]):
         if fast.encode(probe, add_special_tokens=False).ids != tokenizer.encode(probe):
             return (
                 f"{vocabulary.path}: no tokenizer files were written, as Transformers would read {probe[:40]!r} differently; "
-                f"encode with its own file, which lies in {folder.name}/training"
+                "encode with its own file, which lies in training/"
             )
+    problem = None
+    if fast.encode(SPELLINGS, add_special_tokens=False).ids != tokenizer.encode(SPELLINGS):
+        problem = f"{vocabulary.path}: Transformers reads the spelling of a special token in a text as that token"
     from tokenizers.processors import TemplateProcessing
 
     eod = tokenizer.eod_token
@@ -92,7 +110,7 @@ def export(vocabulary: Vocabulary, folder: Path) -> str | None:
         "model_input_names": ["input_ids", "attention_mask"],
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(facts, indent=2) + "\n")
-    return None
+    return problem
 
 
 def _from_json(tokenizer: Tokenizer) -> Any:

@@ -129,7 +129,7 @@ def test_fifty_steps_under_the_trainer(recompute: bool, tmp_path: Path) -> None:
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     held = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert losses[0] > 3 and losses[-1] < 0.7 and held[1] < held[0] < 2
+    assert losses[0] > 4 * losses[-1] and held[1] < held[0] < losses[0]
     assert all(block.recompute is recompute for block in model.model.layers)
     loaded = LightNetForCausalLM.from_pretrained(tmp_path / "checkpoint-50").eval()
     ids = batch()["input_ids"]
