@@ -1,4 +1,4 @@
-"""What a masked language model hides of its samples (model-spec 7; paper section 5.3)."""
+"""What a masked language model hides of its samples (model-spec 7; paper section 5)."""
 
 from pydantic import Field, model_validator
 

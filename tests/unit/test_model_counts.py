@@ -19,7 +19,7 @@ CASES = [
     for name, *counts in ROWS
     for suffix, count in zip(("", "_no_tpe", "_no_lrpe", "_no_share"), counts, strict=True)
     if count is not None
-]
+] + [("bidirectional/cramming", 140_095_488)]
 
 
 @pytest.mark.parametrize(("preset", "count"), CASES)
