@@ -146,7 +146,7 @@ def _decompressed(compression: str, chunk: bytes, chunks: Iterator[bytes]) -> It
         new = lambda: zlib.decompressobj(wbits=31)  # noqa: E731 - 31: with a gzip header and its checksum
     else:
         new = lambda: zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()  # noqa: E731
-    stream = None
+    stream, position = None, 0  # of what is read and not yet decompressed
     while chunk:
         while chunk:
             if stream is None:
@@ -156,11 +156,15 @@ def _decompressed(compression: str, chunk: bytes, chunks: Iterator[bytes]) -> It
             try:
                 yield stream.decompress(chunk)
             except (zlib.error, zstandard.ZstdError) as error:
-                raise _Broken("corrupt", f"damaged {compression} data ({error}); copy the file again") from None
-            chunk, stream = (stream.unused_data, None) if stream.eof else (b"", stream)
+                where = f"in the {len(chunk)} bytes from byte {position}"
+                raise _Broken("corrupt", f"damaged {compression} data {where} ({error}); copy the file again") from None
+            left, stream = (stream.unused_data, None) if stream.eof else (b"", stream)
+            chunk, position = left, position + len(chunk) - len(left)
         chunk = next(chunks, b"")
     if stream is not None:
-        raise _Broken("cut", f"the {compression} data ends in the middle, the file is cut; copy it again")
+        raise _Broken(
+            "cut", f"the {compression} data ends in the middle, at byte {position}; the file is cut, copy it again"
+        )
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[tuple[bytes, bool]]:

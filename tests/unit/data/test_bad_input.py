@@ -1,15 +1,20 @@
 """What bad input gets: one line that names file and line or field, a failing exit, and nothing that looks finished."""
 
 import gzip
+import io
 import json
 import os
 import stat
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import zstandard
 from click.testing import Result
+from lightnet_data.tokenizer import Tokenizer
 
 Run = Callable[..., Result]
 
@@ -58,7 +63,9 @@ BAD_FILES = [
     ("lone.jsonl", b'{"text": "a\\ud800b"}\n', "invalid text", ["line 1", "'text'", "\\ud800"]),
     ("cut.jsonl.gz", gzip.compress(GOOD + NOISE)[:-900], "cut", ["gzip", "cut"]),
     ("cut.jsonl.zst", zst(GOOD + NOISE)[:-900], "cut", ["zstd", "cut"]),
-    ("cut.txt.zst", zst(NOISE)[:-1], "cut", ["zstd", "cut"]),
+    ("cut.txt.zst", zst(NOISE)[:-1], "cut", ["zstd", f"at byte {len(zst(NOISE)) - 1}"]),
+    ("second.jsonl.zst", zst(GOOD) + zst(NOISE)[:-4], "cut", ["zstd", f"at byte {len(zst(GOOD) + zst(NOISE)) - 4}"]),
+    ("second.jsonl.gz", gzip.compress(GOOD) + gzip.compress(NOISE)[:-8], "cut", ["gzip", "cut"]),
     ("nodata.jsonl.gz", b"", "cut", ["empty", "gzip"]),
     ("header.jsonl.gz", gzip.compress(GOOD)[:5], "cut", ["cut"]),
     ("flipped.jsonl.gz", gzip.compress(GOOD)[:-8] + bytes(8), "corrupt", ["damaged gzip"]),
@@ -121,6 +128,116 @@ def test_skip_bad_counts_and_reports(
     assert all(piece in entry["first"] for piece in pieces)
     assert (output / "manifest.json").is_file()
     assert f"skipped, {kind}: {entry['count']}" in run_prep(*arguments, "--overwrite").stdout
+
+
+def parquet(rows: list[object]) -> bytes:
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), out)
+    return out.getvalue()
+
+
+def tar(*members: tuple[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+# as BAD_FILES, and options
+BAD_RECORDS = [
+    ("empty.parquet", parquet(["a", "", "b"]), "empty", ["row 2", "no text"], []),
+    ("null.parquet", parquet(["a", "b", None]), "not a string", ["row 3", "'text' is null"], []),
+    ("number.parquet", parquet([1]), "not a string", ["row 1", "'text' is a number"], []),
+    ("cut.parquet", parquet(["a"])[:-4], "corrupt", ["not a whole Parquet file"], []),
+    ("none.parquet", parquet([])[:], "empty", ["no row in it"], []),
+    ("other.parquet", parquet(["a"]), "missing field", ["no column 'body'", "'text'", "--field"], ["--field", "body"]),
+    ("empty.tar", tar(("a.txt", b"x"), ("b.txt", b"")), "empty", ["member b.txt", "no text"], []),
+    ("latin.tar", tar(("a.txt", b"caf\xe9")), "invalid UTF-8", ["member a.txt", "byte 3 is 0xe9"], []),
+    ("broken.tar", tar(("a.json", b"{"), ("b.txt", b"x")), "broken JSON", ["member a.json"], []),
+    ("list.tar", tar(("a.json", b"[]"), ("b.txt", b"x")), "not an object", ["member a.json"], []),
+    ("cut.tar", tar(("a.txt", b"x"), ("b.txt", b"x" * 3000))[:2000], "cut", ["tar"], []),
+    ("gap.txt", b"one|| two", "empty", ["document 2", "no text"], ["--separator", "|"]),
+    ("first.txt", b"|one", "empty", ["document 1", "no text"], ["--separator", "|"]),
+    ("latin.txt", b"one|caf\xe9", "invalid UTF-8", ["document 2", "byte 7 is 0xe9"], ["--separator", "|"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "kind", "pieces", "options"), BAD_RECORDS, ids=[case[0] for case in BAD_RECORDS]
+)
+def test_bad_records_of_other_formats(
+    tmp_path: Path,
+    run_prep: Run,
+    tokenizer_file: Path,
+    name: str,
+    data: bytes,
+    kind: str,
+    pieces: list[str],
+    options: list[str],
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    field = "body" if "body" in options else "text"
+    (tmp_path / "good.jsonl").write_text(json.dumps({field: "good"}) + "\n")
+    given = [
+        tmp_path / "good.jsonl",
+        tmp_path / name,
+        "--output",
+        tmp_path / "out",
+        "--tokenizer",
+        tokenizer_file,
+        *options,
+    ]
+    assert_refused(run_prep(*given), tmp_path / "out", str(tmp_path / name), *pieces)
+    result = run_prep(*given, "--skip-bad", "--json")
+    assert result.exit_code == 0, result.stderr
+    entry = json.loads(result.stdout)["skipped"][kind]
+    assert entry["count"] == 1 and all(piece in entry["first"] for piece in pieces)
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+@pytest.mark.parametrize("text", ["", " \t\n", "\u200b\u200c\u200d\u2060\ufeff", "\u3000\u2028\x85\u00a0"])
+def test_a_hollow_document_at_any_place(
+    tmp_path: Path, run_prep: Run, tokenizer_file: Path, place: str, text: str
+) -> None:
+    lines = [json.dumps({"text": f"document {number}"}) for number in range(4)]
+    number = {"first": 0, "middle": 2, "last": 4}[place]
+    lines.insert(number, json.dumps({"text": text}))
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    given = [tmp_path / "in.jsonl", "--output", tmp_path / "out", "--tokenizer", tokenizer_file]
+    assert_refused(run_prep(*given), tmp_path / "out", f"in.jsonl, line {number + 1}: no text in field 'text'")
+    kept = json.loads(run_prep(*given, "--skip-bad", "--json").stdout)
+    assert kept["documents"] == 4 and kept["skipped"]["empty"]["count"] == 1
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("change", ["appended", "rewritten", "removed"])
+def test_an_input_that_changes_under_the_run(
+    tmp_path: Path,
+    corpus: Path,
+    run_prep: Run,
+    tokenizer_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+    skip: bool,
+) -> None:
+    """Even with --skip-bad: nobody knows what was read."""
+    original = Tokenizer.encode_array
+    data = corpus.read_bytes()
+
+    def encode(self: Tokenizer, text: str) -> object:
+        if change == "removed":
+            corpus.unlink(missing_ok=True)
+        else:
+            corpus.write_bytes(data + GOOD if change == "appended" else data.replace(b"def", b"fed", 1))
+            os.utime(corpus, ns=(1, 1))
+        return original(self, text)
+
+    monkeypatch.setattr(Tokenizer, "encode_array", encode)
+    given = [corpus, "--output", tmp_path / "out", "--tokenizer", tokenizer_file, *["--skip-bad"] * skip]
+    assert_refused(run_prep(*given), tmp_path / "out", f"{corpus}: the file changed while it was being read")
 
 
 def test_skip_bad_keeps_the_good_lines(tmp_path: Path, run_prep: Run, tokenizer_file: Path) -> None:
