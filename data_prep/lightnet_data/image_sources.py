@@ -1,6 +1,7 @@
 """Where images come from: a folder tree, a tar of images, or a tar of per-class tars such as ImageNet's."""
 
 import os
+import re
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -68,7 +69,12 @@ def splits_of(sources: Sequence[str]) -> dict[str, Path]:
         inside = (
             sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(".")) if path.is_dir() else []
         )
-        if path == Path(source) and "train" in inside and set(inside) <= set(SPLITS):
+        known = set(inside) & set(SPLITS)
+        if "train" in known and len(known) > 1 and known != set(inside):
+            others = ", ".join(sorted(set(inside) - known)[:3])
+            named = " ".join(f"{entry}={path / entry}" for entry in sorted(known))
+            raise DataError(f"{path}: holds splits and others ({others}); name the splits: {named}")
+        if path == Path(source) and "train" in inside and known == set(inside):
             new = {("validation" if entry == "val" else entry): path / entry for entry in inside}
         else:
             new = {name if path != Path(source) else "train": path}
@@ -93,9 +99,9 @@ def read_labels(path: str | Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot read the labels ({error})") from None
     for number, line in enumerate(lines, 1):
-        parts = line.replace(",", " ").split()
-        if not parts:
+        if not line.strip():
             continue
+        parts = re.split(r"[,\s]+(?=\S+$)", line.strip())
         if len(parts) != 2 or parts[0] in labels:
             why = "is named twice" if parts[0] in labels else "a line is FILE CLASS"
             raise DataError(f"{path}: line {number}: {line[:60]!r} ({why})")
@@ -141,7 +147,12 @@ def _folder(place: Path, labels: dict[str, str] | None, found: Listing) -> None:
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot read the folder ({error.strerror})")
 
+    visited: set[tuple[int, int]] = set()
     for root, folders, files in os.walk(place, followlinks=True, onerror=refuse):
+        status = Path(root).stat()
+        if (status.st_dev, status.st_ino) in visited:
+            raise DataError(f"{root}: a link to a folder that is read already; remove it")
+        visited.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         inside = PurePosixPath(Path(root).relative_to(place).as_posix())
         met = False
@@ -175,7 +186,7 @@ def _tar(place: Path, labels: dict[str, str] | None, found: Listing) -> None:
 
 def _inner(place: Path, outer: tarfile.TarInfo, labels: dict[str, str] | None, found: Listing) -> None:
     """Images of a tar in a tar: its members are ranges of the outer file, too."""
-    folder = PurePosixPath(outer.name).stem
+    folder, before = PurePosixPath(outer.name).stem, len(found.items)
     with place.open("rb") as file:
         file.seek(outer.offset_data)
         with tarfile.open(fileobj=file, mode="r:") as archive:  # goes on from where the file stands
@@ -183,8 +194,12 @@ def _inner(place: Path, outer: tarfile.TarInfo, labels: dict[str, str] | None, f
                 archive.members = []  # type: ignore[attr-defined]
                 if member.offset_data + member.size > outer.offset_data + outer.size:
                     raise tarfile.ReadError(f"{outer.name} is cut")
-                if not member.isfile() or not found.meet(member.name):
+                if not member.isfile() or PurePosixPath(member.name).name.startswith("."):
+                    continue
+                if not found.meet(member.name):
                     continue
                 name = f"{folder}/{member.name.removeprefix('./')}"
                 label = _label(name, folder, labels, place)
                 found.items.append(Item(name, label, str(place), member.offset_data, member.size))
+    if len(found.items) == before and labels is None:
+        raise DataError(f"{place}: {outer.name} is a class without an image; remove it")

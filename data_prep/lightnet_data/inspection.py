@@ -69,6 +69,14 @@ def inspect(
         DataError: not such a folder, no such split or document.
     """
     folder = Path(folder)
+    try:
+        return _inspect(folder, split, first, drawn, seed, indices)
+    except (KeyError, TypeError, AttributeError) as error:
+        where = folder / manifest.FILE_NAME
+        raise DataError(f"{where}: an entry is missing or of another kind ({error!r}); run lightnet prep") from None
+
+
+def _inspect(folder: Path, split: str, first: int, drawn: int, seed: int, indices: Sequence[int]) -> dict[str, Any]:
     written = manifest.load(folder)
     outputs: dict[str, dict[str, Any]] = written.get("outputs") or {}
     if split not in written["splits"] and not outputs:

@@ -98,15 +98,14 @@ def _verify_folder(folder: Path, findings: Findings, threads: int, progress: Pro
     from lightnet_data.verify_samples import verify_samples
     from lightnet_data.verify_tokens import Tokens
 
-    if sample_shards.is_samples(folder):
-        return verify_samples(folder, findings, threads, progress)
     try:
-        written = manifest.load(folder)
-    except DataError as error:  # of one output among several
-        return findings.problem(folder, f"its manifest cannot be read ({error})")
-    try:
-        Tokens(folder, written, findings, progress).run(threads)
-    except (KeyError, TypeError, AttributeError) as error:
+        if sample_shards.is_samples(folder):
+            verify_samples(folder, findings, threads, progress)
+        else:
+            Tokens(folder, manifest.load(folder), findings, progress).run(threads)
+    except DataError as error:  # of the manifest of one output among several
+        findings.problem(folder, f"its manifest cannot be read ({error})")
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
         findings.problem(folder / manifest.FILE_NAME, f"an entry is missing or of another kind ({error!r})")
 
 

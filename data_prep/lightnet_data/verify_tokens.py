@@ -12,7 +12,7 @@ from lightnet_data.errors import DataError
 from lightnet_data.storage import TokenStore
 from lightnet_data.stream import shards_of
 from lightnet_data.tokenizer import Tokenizer
-from lightnet_data.verify import COPY_AGAIN, Findings, Progress, check_file
+from lightnet_data.verify import COPY_AGAIN, Findings, Progress, check_file, unlisted
 from lightnet_data.webdataset_tokens import ShardWindows
 
 _DOCUMENTS = 1 << 20  # of an index, at a time
@@ -66,6 +66,11 @@ class Tokens:
         packed = {
             shard["file"]: shard for split in splits.values() for shard in split.get("webdataset", {}).get("shards", [])
         }
+        strangers = unlisted(self.folder, {**self.files, **packed})
+        if self.files and strangers:
+            self.findings.notes.append(
+                f"{self.folder}: not in the manifest, so not checked: {', '.join(strangers[:5])}"
+            )
         with ThreadPoolExecutor(max(1, threads)) as pool:
             others = {name: entry for name, entry in {**self.files, **packed}.items() if name not in bins}
             list(pool.map(lambda item: check_file(self.folder / item[0], item[1], self.findings, self.progress),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from lightnet_data import image_sources, pictures, sample_shards
+from lightnet_data.errors import DataError
 from lightnet_data.sample_shards import SampleStore
 from PIL import Image
 
@@ -218,6 +219,11 @@ def test_transparent_over_white_and_16_bits() -> None:
         ({"a/x.png": picture(0)}, ["--resize", "3"], "min-size <= resize"),
         ({"a/x.png": picture(0)}, ["--workers", "0"], "--workers 0"),
         ({"train/a/x.png": picture(0), "val/b/y.png": picture(1)}, [], "class 'b' of validation is not in train"),
+        (
+            {"train/a/x.png": picture(0), "val/a/y.png": picture(1), "kit/z.txt": b""},
+            [],
+            "holds splits and others (kit)",
+        ),
     ],
 )
 def test_what_is_refused(content: dict[str, bytes], arguments: list[str], what: str, tmp_path: Path) -> None:
@@ -225,6 +231,32 @@ def test_what_is_refused(content: dict[str, bytes], arguments: list[str], what: 
     result = run("images", tmp_path / "tree", "--output", tmp_path / "out", *arguments)
     assert result.exit_code == 1 and what in result.stderr and len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_link_that_goes_round(tmp_path: Path) -> None:
+    as_folder(tmp_path / "tree", images_of("train"))
+    (tmp_path / "tree" / "cat" / "all").symlink_to(tmp_path / "tree")
+    result = run("images", tmp_path / "tree", "--output", tmp_path / "out")
+    assert result.exit_code == 1 and "a link to a folder that is read already" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("a.png cat\n\nb c.png dog\n", {"a.png": "cat", "b c.png": "dog"}),
+        ("a.png,cat\nb.png, dog", {"a.png": "cat", "b.png": "dog"}),
+        ("a.png cat\na.png dog\n", "line 2: 'a.png dog' (is named twice)"),
+        ("a.png\n", "line 1: 'a.png' (a line is FILE CLASS)"),
+    ],
+)
+def test_labels(lines: str, expected: dict[str, str] | str, tmp_path: Path) -> None:
+    (tmp_path / "l.txt").write_text(lines)
+    if isinstance(expected, dict):
+        assert image_sources.read_labels(tmp_path / "l.txt") == expected
+    else:
+        with pytest.raises(DataError) as error:
+            image_sources.read_labels(tmp_path / "l.txt")
+        assert str(error.value) == f"{tmp_path / 'l.txt'}: {expected}"
 
 
 def test_damaged_tars_and_taken_outputs(tmp_path: Path) -> None:
@@ -236,6 +268,8 @@ def test_damaged_tars_and_taken_outputs(tmp_path: Path) -> None:
         assert result.exit_code == 1 and name in result.stderr and not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
+    empty = as_tar(tmp_path / "d.tar", {"cat.tar": whole[:0] + as_tar(tmp_path / "e.tar", {}).read_bytes()})
+    assert "cat.tar is a class without an image" in run("images", empty, "--output", tmp_path / "o").stderr
     assert "exists; choose another" in run("images", tmp_path / "b.tar", "--output", tmp_path / "out").stderr
     assert "no such file" in run("images", tmp_path / "nowhere", "--output", tmp_path / "o").stderr
 

@@ -104,6 +104,13 @@ def test_what_cannot_be_shown(arguments: list[str], what: str, folder: Path) -> 
     assert result.exit_code == 1 and what in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-def test_nothing_held_out(folder: Path) -> None:
-    result = run("inspect", folder / "out", "--split", "validation")
-    assert result.exit_code == 0 and "Traceback" not in result.output
+def test_nothing_held_out(folder: Path, tmp_path: Path) -> None:
+    result = run("inspect", folder / "out", "--split", "validation", "--output", tmp_path / "p.png")
+    assert result.exit_code == 0 and (tmp_path / "p.png").is_file()
+
+
+def test_a_manifest_that_lacks_something(folder: Path, tmp_path: Path) -> None:
+    written = manifest.load(folder / "out")
+    manifest.save(tmp_path, {name: value for name, value in written.items() if name != "splits"})
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 1 and "an entry is missing" in result.stderr and len(result.stderr.splitlines()) == 1

@@ -185,6 +185,13 @@ def test_all_damage_is_told(copy: Callable[[str], Path]) -> None:
     assert {Path(where).name for where in told} == {path.name for path in folder.glob("train_*.bin")}
 
 
+def test_strangers_are_noted(copy: Callable[[str], Path]) -> None:
+    folder = copy("out")
+    (folder / "mine.txt").touch()
+    result = run("verify", folder)
+    assert result.exit_code == 0 and "note: " in result.stderr and "mine.txt" in result.stderr
+
+
 def test_output_of_a_subset(copy: Callable[[str], Path]) -> None:
     folder = copy("by")
     next((folder / "b").glob("train*.idx")).unlink()
