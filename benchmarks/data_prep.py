@@ -46,7 +46,6 @@ SMALL_BYTES = 100_000_000
 def lightnet(corpus: Path, tokenizer: Path, output: Path, workers: int) -> dict[str, int]:
     """``lightnet prep``."""
     from lightnet_data.prepare import prepare
-    from lightnet_data.storage import indexed_dataset  # noqa: F401 - an import that is not counted
 
     begin()
     written = prepare([corpus], output, tokenizer, workers=workers)
@@ -298,29 +297,33 @@ def main() -> None:
             tokenizers["gpt-neox"] = beside_configuration(given.neox.read_text(encoding="utf-8"), scratch / "neox")
         if given.gpt2:
             tokenizers["gpt2"] = gpt2(given.gpt2, scratch / "gpt2")
-        tables = {
-            name: measure(name, path, files, given.repeats, scratch) for name, path in reversed(tokenizers.items())
-        }
-        engines = {name: equal(path, documents) for name, path in tokenizers.items()}
+        model = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        machine = model[1] if model else platform.machine()
+        today = datetime.date.today().isoformat()
+        slug = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
+        output = given.output or ROOT / f"benchmarks/data-prep-{slug}-{today}.json"
+        result: dict[str, Any] = {"date": today, "machine": machine, "cores": os.cpu_count()}
+        result |= {"python": platform.python_version(), "command": " ".join(sys.argv), "load": os.getloadavg()}
+        result["versions"] = {name: importlib.metadata.version(name) for name in PACKAGES}
+        result |= {"tokenizers": {}, "memory": {}, "engines": {}}
+
+        def keep(table: str, name: str, found: Any) -> None:
+            """Write what there is: a run that is stopped has something to show."""
+            result[table][name] = found
+            output.write_text(json.dumps(result, indent=1) + "\n")
+
+        for name, path in reversed(tokenizers.items()):
+            keep("tokenizers", name, measure(name, path, files, given.repeats, scratch))
         print(f"memory: {SMALL_BYTES // 10**6} MB and {FACTOR} times as much, two workers", flush=True)
         small = write(scratch / "small.jsonl", documents, SMALL_BYTES)
         large = scratch / "large.jsonl"
         with large.open("wb") as file:
             for _ in range(FACTOR):
                 file.write(small.read_bytes())
-        last = next(reversed(tokenizers.values()))
-        memory = {name: run("lightnet", path, last, 2, scratch) for name, path in (("100MB", small), ("1GB", large))}
-    model = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    machine = model[1] if model else platform.machine()
-    today = datetime.date.today().isoformat()
-    slug = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
-    output = given.output or ROOT / f"benchmarks/data-prep-{slug}-{today}.json"
-    facts = {"date": today, "machine": machine, "cores": os.cpu_count(), "python": platform.python_version()}
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    result = {**facts, "versions": versions, "command": " ".join(sys.argv), "load": os.getloadavg()}
-    output.write_text(
-        json.dumps({**result, "tokenizers": tables, "engines": engines, "memory": memory}, indent=1) + "\n"
-    )
+        for name, path in (("100MB", small), ("1GB", large)):
+            keep("memory", name, run("lightnet", path, next(reversed(tokenizers.values())), 2, scratch))
+        for name, path in reversed(tokenizers.items()):
+            keep("engines", name, equal(path, documents))
     print(f"wrote {output}")
 
 

@@ -129,7 +129,7 @@ class LocalExecutor(LocalPipelineExecutor):
             self._run_for_rank(rank, local_rank=1)
 
 
-def _nothing(rank: int) -> None:
+def _nothing(rank: int = 0) -> None:
     pass
 
 
@@ -191,6 +191,7 @@ def _submit(steps: list[PipelineStep], name: str, logs: Path, common: Any, setti
     settings = {"job_name": f"lightnet-prep-{name}", "mail_type": "NONE", "qos": None, **settings}
     try:
         executor = SlurmPipelineExecutor(steps, **common, **settings)
+        executor.launch_merge_stats = _nothing  # a job more, for figures nobody reads
     except TypeError as error:  # a setting that is none
         raise DataError(
             f"--executor slurm: {str(error).split(') ')[-1]}; see datatrove's SlurmPipelineExecutor"

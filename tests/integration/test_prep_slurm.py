@@ -148,15 +148,24 @@ def until(reached: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 @pytest.mark.system
-def test_a_real_queue(cluster: Slurm, tmp_path: Path) -> None:
+def test_a_real_queue(cluster: Slurm, tmp_path: Path, small_parts: None) -> None:
     """Array, error of a task, another array of what is left; the result is the local one."""
     given = [*write_corpus(tmp_path), "--output", f"{tmp_path}/out"]
     bad = tmp_path / "in" / "3.jsonl"
     good = bad.read_text()
-    programs = f"env_command=export PATH={Path(sys.executable).parent}:{cluster.root}/usr/bin:$PATH"
-    there = slurm("partition=gpu", "time=0:10:00", "mem_per_cpu_gb=0", programs)
+    programs = f"export PATH={Path(sys.executable).parent}:{cluster.root}/usr/bin:$PATH"
+    settings = {"partition": "gpu", "time": "0:10:00", "sbatch_args": {"mem-per-cpu": "1M"}, "env_command": programs}
+    config = {
+        "inputs": [f"{tmp_path}/in"],
+        "output": f"{tmp_path}/out",
+        "tokenizer": {"path": given[2]},
+        "executor": {"kind": "slurm", "workers": 2, "settings": settings},
+    }
+    (tmp_path / "prep.yaml").write_text(json.dumps(config))
     code = "from lightnet_data import parts; parts.PART_BYTES = 1000; from lightnet_llm.cli import main; main()"
-    quoted = " ".join(f"'{argument}'" for argument in (sys.executable, "-c", code, "prep", *given, *there))
+    quoted = " ".join(
+        f"'{argument}'" for argument in (sys.executable, "-c", code, "prep", "--config", f"{tmp_path}/prep.yaml")
+    )
 
     def command() -> str:
         return cluster.shell(f"{quoted} 2>&1")
