@@ -133,9 +133,7 @@ def by_length(lengths: NDArray[np.int32]) -> Lengths:
 def _stores(folder: Path, split: str) -> list[TokenStore]:
     entry = manifest.load(folder)["splits"].get(split, {})
     if "webdataset" in entry and not entry.get("shards") and not (folder / f"{split}.idx").is_file():
-        raise DataError(
-            f"{folder}: {split} holds packed windows without documents; inspect the .bin/.idx they were made from"
-        )
+        return []  # packed samples do not keep documents apart
     if entry.get("documents") == 0:
         return []
     return [TokenStore(prefix, checked=0, eod_id=_eod(folder)) for prefix in shards_of(folder / split)]

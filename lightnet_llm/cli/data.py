@@ -130,6 +130,8 @@ def _check_picture(output: str | None) -> None:
 
 
 def _print(facts: dict[str, Any]) -> None:
+    if "picture" in facts:
+        click.echo(facts["picture"])
     from lightnet_data.inspection_picture import terminal
 
     for document in facts["shown"]:
@@ -145,11 +147,12 @@ def _print(facts: dict[str, Any]) -> None:
         rate = "" if entry["bytes_per_token"] is None else f"{entry['bytes_per_token']:.3f}"
         counts = f"{entry['documents']:>13,} {entry['bytes']:>17,} {entry['tokens']:>16,}"
         click.echo(f"{name:<{width}} {counts} {rate:>12}")
+    if not facts["lengths"]:
+        click.echo(f"\n{facts['split']}: no documents to show; none are there, or it holds packed samples")
+        return
     click.echo(f"\nlengths of documents, {facts['split']}:")
     for line in terminal(facts["lengths"]):
         click.echo(line)
-    if "picture" in facts:
-        click.echo(facts["picture"])
 
 
 data.add_command(images)
