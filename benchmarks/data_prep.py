@@ -141,6 +141,12 @@ def begin() -> None:
     _begin[:] = [time.perf_counter(), sum(one.ru_utime + one.ru_stime for one in used)]
 
 
+def peak() -> int:
+    """Largest resident size of this process in KiB; getrusage would tell that of the process it was forked from, too."""
+    found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
+    return int(found[1]) if found else 0
+
+
 def one(request: dict[str, Any]) -> dict[str, Any]:
     """Run a contestant in this process."""
     with tempfile.TemporaryDirectory(dir=request["scratch"]) as folder:
@@ -150,7 +156,7 @@ def one(request: dict[str, Any]) -> dict[str, Any]:
         wall = time.perf_counter() - _begin[0]
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     cpu = sum(part.ru_utime + part.ru_stime for part in used) - _begin[1]
-    return {**found, "seconds": wall, "cpu_seconds": cpu, "parent_rss": used[0].ru_maxrss, "rss": used[1].ru_maxrss}
+    return {**found, "seconds": wall, "cpu_seconds": cpu, "parent_rss": peak(), "rss": used[1].ru_maxrss}
 
 
 def run(contestant: str, corpus: Path, tokenizer: Path, workers: int, scratch: Path) -> dict[str, Any]:
