@@ -41,7 +41,9 @@ def hugging_face(exported: Path, folder: Path, work: Path, limit: int | None, ba
     offline.write_tasks(folder, EIGHT, work)
     manager = TaskManager(include_path=str(work), include_defaults=False)
     tasks = list(manager.load(EIGHT)["tasks"].values())
-    model = HFLM(pretrained=str(exported), dtype="float32", device="cpu", batch_size=batch_size)
+    # Left alone it cuts requests to 2048 tokens, which some passages of BoolQ have with a small vocabulary.
+    options = {"dtype": "float32", "device": "cpu", "batch_size": batch_size, "max_length": 100_000}
+    model = HFLM(pretrained=str(exported), **options)
     found: dict[str, Any] = lm_eval.simple_evaluate(
         model, tasks=tasks, task_manager=manager, limit=limit, bootstrap_iters=0
     )
