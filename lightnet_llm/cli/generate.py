@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -37,7 +37,9 @@ def _decoded(name: str, path: Path | None) -> str:
 
 def _prompts(file: str) -> list[str]:
     """One prompt a line: in ``.jsonl`` files the field "prompt" (or a string), else the line itself."""
-    lines = _decoded(file, Path(file)).splitlines()
+    # At line feeds alone: a text may hold other characters that Python takes for ends of lines.
+    lines = [line.removesuffix("\r") for line in _decoded(file, Path(file)).removesuffix("\n").split("\n")]
+    lines = [] if lines == [""] else lines
     if not file.endswith((".jsonl", ".ndjson")):
         found = lines
     else:
@@ -212,26 +214,29 @@ def _many(
 
     tokenizer = require_tokenizer(loaded)
     ids = [after_document_end(tokenizer.encode(text), tokenizer.eod_id) for text in texts]
-    target: IO[str] | None = None
+    partial: Path | None = None
     if output is not None:
-        try:
-            target = Path(output).open("w", encoding="utf-8")  # noqa: SIM115  (before the work, not after it)
+        partial = Path(output).with_name(f".{Path(output).name}.partial")
+        try:  # before the work, not after it
+            if Path(output).is_dir():
+                raise IsADirectoryError(0, "is a folder")
+            partial.touch()
         except OSError as error:
             raise UserError(f"--output {output}: cannot be written ({error.strerror}); name a file") from None
     with tqdm(total=len(ids), file=sys.stderr, delay=1, leave=False, desc="generate") as bar:
         found = complete(
             loaded.model, tokenizer, ids, max_tokens, sampling, stop=stop, batch_size=batch_size, progress=bar.update
         )
+    lines = []
     for text, prompt_ids, item in zip(texts, ids, found, strict=True):
         facts = {"prompt": text, "text": item.text, "prompt_tokens": len(prompt_ids), "ids": item.ids, "end": item.end}
-        line = json.dumps(facts, ensure_ascii=False) + "\n"
-        if target is not None:
-            target.write(line)
-        else:
-            sys.stdout.buffer.write(line.encode())
-    sys.stdout.buffer.flush()
-    if target is not None:
-        target.close()
+        lines.append(json.dumps(facts, ensure_ascii=False) + "\n")
+    if partial is not None and output is not None:
+        partial.write_text("".join(lines), encoding="utf-8")
+        partial.replace(output)
+    else:
+        sys.stdout.buffer.write("".join(lines).encode())
+        sys.stdout.buffer.flush()
 
 
 def _ask(loaded: Loaded, max_tokens: int, sampling: Sampling) -> None:

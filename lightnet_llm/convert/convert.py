@@ -160,6 +160,8 @@ class _Conversion:
             manifest = {"format": 1, "state": {"step": facts.get("step") or 0}, "converted": True, "facts": facts}
             store.seal(self.folder, self.final, manifest)
         else:
+            store.sync_files(self.folder)
+            store.sync_folders(self.folder)
             self.folder.rename(self.final)
             store.sync(self.final.parent)
         vocabulary = self.source.vocabulary
@@ -205,7 +207,12 @@ class _Conversion:
         source, model = self.source, self.source.model
         ids = parity.real_text(model, source.vocabulary)
         result, loaded_with = self._result(ids)
-        difference = parity.difference(parity.logits(model, self._read, ids), result)
+        wanted = parity.logits(model, self._read, ids)
+        if self.dtype == self.trained and not wanted.isfinite().all():
+            raise UserError(
+                f"{source.path}: its logits are not finite, the run diverged; convert an earlier checkpoint"
+            )
+        difference = parity.difference(wanted, result)
         rounding = 0.0
         if self.dtype != self.trained or self.from_masters:
             rounding = parity.difference(parity.logits(model, source.weights.read, ids), result)

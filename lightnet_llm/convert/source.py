@@ -95,8 +95,9 @@ def open_source(path: Path, trust_pickle: bool = False) -> Source:
         source = _open_plain(path)
     else:
         source = _open_training(path, trust_pickle)
-    if source.model.head != "causal_lm":
-        raise UserError(f"{source.path}: holds a {source.model.head}; only causal language models are converted so far")
+    if source.model.head != "causal_lm" or not source.model.causal:
+        held = source.model.head if source.model.head != "causal_lm" else "model that is not causal"
+        raise UserError(f"{source.path}: holds a {held}; only causal language models are converted so far")
     _check(source)
     return source
 
@@ -236,7 +237,12 @@ def _open_hugging_face(path: Path, trust_pickle: bool) -> Source:
     weights = _hugging_face_weights(path, trust_pickle)
     written, facts = path / TRAINING / "config.yaml", {}
     if written.is_file():
-        run = yaml.safe_load(written.read_text(encoding="utf-8"))
+        try:
+            run = yaml.safe_load(written.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise UserError(f"{written}: not readable ({_line(error)}); copy the folder again") from None
+        if not isinstance(run, dict):
+            raise UserError(f"{written}: holds no configuration; copy the folder again")
         facts = _json(path / TRAINING / "facts.json") if (path / TRAINING / "facts.json").is_file() else {}
         config = validate({**run, "model": kept}, str(written))
     else:
@@ -247,8 +253,7 @@ def _open_hugging_face(path: Path, trust_pickle: bool) -> Source:
 
 def _hugging_face_weights(path: Path, trust_pickle: bool) -> Reader:
     if (path / INDEX).is_file():
-        index = _json(path / INDEX).get("weight_map", {})
-        return Files(dict(_named(path, {key: (path / file, key) for key, file in index.items()})))
+        return Files(dict(_named(path, {key: (path / file, key) for key, file in _index(path).items()})))
     single = path / "model.safetensors"
     if single.is_file():
         return Files(dict(_named(path, {key: (single, key) for key in _shapes_in(single)})))
@@ -259,7 +264,8 @@ def _hugging_face_weights(path: Path, trust_pickle: bool) -> Reader:
         raise UserError(f"{path}: holds no model.safetensors; copy the folder again as a whole")
     if not trust_pickle:
         raise UserError(
-            f"{pickled}: is a pickle, which can run code when it is loaded; ask for safetensors, or pass --trust-pickle"
+            f"{pickled}: is a pickle, which can run code when it is loaded; ask for safetensors, or make "
+            "them with lightnet convert --trust-pickle"
         )
     try:
         tensors = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
@@ -282,11 +288,21 @@ def _named(path: Path, found: dict[str, Any]) -> list[tuple[str, Any]]:
 def _open_plain(path: Path) -> Source:
     config = read_config(path)
     if (path / INDEX).is_file():
-        where = {name: (path / file, name) for name, file in _json(path / INDEX).get("weight_map", {}).items()}
+        where = {name: (path / file, name) for name, file in _index(path).items()}
     else:
         where = {name: (path / "model.safetensors", name) for name in _shapes_in(path / "model.safetensors")}
     facts = _json(path / "facts.json") if (path / "facts.json").is_file() else {}
     return Source(path, "safetensors", config.model, config, Files(where), beside(path), facts)
+
+
+def _index(path: Path) -> dict[str, str]:
+    """File by tensor, all of them in the folder itself."""
+    index = _json(path / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(x, str) and Path(x).name == x for x in index.values()):
+        raise UserError(
+            f"{path / INDEX}: its weight_map does not name a file of this folder for every tensor; copy it again"
+        )
+    return index
 
 
 def _json(path: Path) -> dict[str, Any]:

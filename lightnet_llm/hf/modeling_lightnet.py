@@ -114,7 +114,7 @@ class LightNetPreTrainedModel(PreTrainedModel):
         if use_cache and cache is None and self.config.mixer == "lightnet":
             cache = LightNetCache()
         keep = cache is not None and use_cache
-        if cache is not None and cache.state is not None and tokens == 1 and mask is None and self._decodes():
+        if keep and cache is not None and cache.state is not None and tokens == 1 and mask is None and self._decodes():
             hidden, _ = self.model.hidden(input_ids, ForwardContext(decode=True), cache.for_decode(self.model))
             cache.positions += 1
             return hidden, None, cache
@@ -126,6 +126,8 @@ class LightNetPreTrainedModel(PreTrainedModel):
             ids, bounds = input_ids[mask][None], nn.functional.pad(mask.sum(1).cpu().cumsum(0), (1, 0))
             if ids.numel() == 0:
                 raise ValueError("LightNet: attention_mask leaves no token; give at least one")
+        if bounds is not None and self.training and self.config.drop_path:
+            raise ValueError("LightNet: drop_path leaves out whole rows, and these are packed; train without padding")
         context = ForwardContext(cu_seqlens=bounds, dropout=self._dropout_key(ids))
         state = cache.for_scan() if cache is not None else None
         hidden, after = self.model.hidden(ids, context, state, keep)
@@ -218,7 +220,7 @@ class LightNetForCausalLM(LightNetPreTrainedModel, GenerationMixin):
         shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         shifted = shifted if mask is None else shifted[mask]
         total = self.model.nll(hidden, shifted.to(hidden.device).reshape(hidden.shape[:-1]), "sum")
-        count = (shifted >= 0).sum().to(total.device) if items is None else items
+        count = (shifted >= 0).sum().clamp_min(1).to(total.device) if items is None else items
         return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
     @classmethod

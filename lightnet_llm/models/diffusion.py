@@ -40,8 +40,11 @@ class Process:
 
     def add_noise(self, images: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """x_t for images x_0 [B, C, H, W], noise alike and timesteps int [B]."""
-        kept = _at(self.kept, timesteps, images)
-        return kept.sqrt() * images + (1.0 - kept).sqrt() * noise
+        image_part, noise_part = (
+            _at(self.kept.sqrt(), timesteps, images),
+            _at((1.0 - self.kept).sqrt(), timesteps, images),
+        )
+        return image_part * images + noise_part * noise
 
     def loss(self, predicted: Tensor, images: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """Mean squared error of the noise plus the variational bound of the variance, per sample, float32 [B].
@@ -59,9 +62,12 @@ class Process:
         return error + bound * (self.steps / 1000.0)
 
     def _bound(self, guess: Tensor, share: Tensor, images: Tensor, noisy: Tensor, timesteps: Tensor) -> Tensor:
-        kept = _at(self.kept, timesteps, noisy)
         low, high = _at(self.low, timesteps, noisy), _at(self.beta.log(), timesteps, noisy)
-        start = (noisy - (1.0 - kept).sqrt() * guess) / kept.sqrt()
+        noise_part, image_part = (
+            _at((1.0 - self.kept).sqrt(), timesteps, noisy),
+            _at(self.kept.sqrt(), timesteps, noisy),
+        )
+        start = (noisy - noise_part * guess) / image_part
         weights = _at(self.of_start, timesteps, noisy), _at(self.of_now, timesteps, noisy)
         mean, true_mean = weights[0] * start + weights[1] * noisy, weights[0] * images + weights[1] * noisy
         log_variance = low + (share + 1.0) / 2.0 * (high - low)
@@ -87,6 +93,7 @@ def linear(steps: int = STEPS, device: torch.device | str = "cpu") -> Process:
 
 
 def _at(values: Tensor, timesteps: Tensor, like: Tensor) -> Tensor:
+    """Entries of a float64 table, rounded last: 1 - kept is 0 in bf16 at early steps."""
     return values[timesteps].to(like.dtype).view(-1, 1, 1, 1)
 
 

@@ -144,7 +144,8 @@ def legal_layout(config: RunConfig, world: int) -> Layout:
     """
     if config.model.head not in ("causal_lm", "masked_lm"):
         raise UserError(
-            f"model.head: {config.model.head} is a model of lightnet_llm.models; `lightnet train` trains head: causal_lm and masked_lm",
+            f"model.head: {config.model.head} is a model of lightnet_llm.models; `lightnet train` trains head: causal_lm and "
+            "masked_lm",
             shared=True,
         )
     own = choice_of(config)

@@ -135,7 +135,7 @@ def training_context(
     width = tokens if place is None else place.width(tokens)
     offset = 0 if place is None else place.rank * width
     rows, device = sample_ids.numel(), sample_ids.device
-    if step is not None and config.dropout > 0:
+    if step is not None and (config.dropout > 0 or config.drop_path > 0):
         key = DropoutKey(seed, step, sample_ids, width, offset)
     if place is not None and place.size > 1:
         plan = plan_segments(cu_seqlens, rows, tokens, place, device)

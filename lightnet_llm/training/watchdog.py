@@ -286,6 +286,8 @@ class Watchdog:
             elif self.beats > asked + 1:  # what it said before it went has been asked for since, and there is nothing
                 break
             time.sleep(0.1)
+        if self.notice is not None and self.notice["rank"] != self.rank:
+            return str(self.notice["message"])
         return self._lost(dead, "killed or crashed") if dead else None
 
     def leave(self) -> None:

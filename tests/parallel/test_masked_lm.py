@@ -99,4 +99,5 @@ def test_resumed_and_moved_and_validated(ranks: Ranks, tiny: Path, tmp_path: Pat
     )
     assert set(first) == {10, 20} < set(second) and set(first[10]) == {"loss", "perplexity"}
     assert max(abs(first[step]["loss"] - second[step]["loss"]) for step in first) < 1e-5
-    assert first[20]["loss"] < first[10]["loss"] < 5.4
+    # Of few labels each, and on the same grammar: not far from the training loss of that step.
+    assert all(abs(first[step]["loss"] - steps_of(whole, "loss")[step][0]) < 0.5 for step in (10, 20))

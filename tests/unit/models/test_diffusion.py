@@ -49,6 +49,15 @@ def test_the_process_is_that_of_the_samplers(steps: int) -> None:
             torch.testing.assert_close(spread[0], wanted[0], rtol=5e-2, atol=5e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("time", [0, 1, 10, 999])
+def test_the_first_steps_have_noise_in_every_dtype(time: int, dtype: torch.dtype) -> None:
+    process, ones = linear(), torch.ones(1, 1, 1, 1, dtype=dtype)
+    for image, noise, wanted in ((0 * ones, ones, 1 - process.kept[time]), (ones, 0 * ones, process.kept[time])):
+        found = float(process.add_noise(image, noise, torch.tensor([time])))
+        assert found == pytest.approx(math.sqrt(float(wanted)), rel=torch.finfo(dtype).eps)
+
+
 def normal_divergence(mean: float, log_variance: float, other: float, log_other: float) -> float:
     return 0.5 * (
         log_other - log_variance + math.exp(log_variance - log_other) + (mean - other) ** 2 * math.exp(-log_other) - 1

@@ -11,6 +11,7 @@ from lightnet_llm.models import CausalLM, Denoiser, ForwardContext, ImageClassif
 from lightnet_llm.models.backbone import grid_coordinates
 from lightnet_llm.models.denoiser import guided
 from lightnet_llm.models.dropout import DropoutKey
+from lightnet_llm.parallel.sequence import training_context
 
 PHOTO = {"size": [224, 224], "patch": 16, "classes": 1000}
 LATENT = {"size": [32, 32], "patch": 2, "channels": 4, "classes": 1000}
@@ -142,6 +143,14 @@ def test_padding_is_not_there(changes: dict[str, Any]) -> None:
     padded = model(ids, ForwardContext(key_mask=mask)).logits
     torch.testing.assert_close(padded[1, :5], model(ids[1:, :5]).logits[0])
     torch.testing.assert_close(padded[0], model(ids[:1]).logits[0])
+
+
+@pytest.mark.parametrize(("dropout", "drop_path", "drops"), [(0.0, 0.0, False), (0.1, 0.0, True), (0.0, 0.1, True)])
+def test_training_has_a_key_for_whatever_is_dropped(dropout: float, drop_path: float, drops: bool) -> None:
+    config = small(MASKED, dropout=dropout, drop_path=drop_path).config
+    key = training_context(torch.tensor([0, 8]), torch.tensor([3]), 8, config, 1, 2).dropout
+    assert (key is not None) == drops
+    assert training_context(torch.tensor([0, 8]), torch.tensor([3]), 8, config, 1, None).dropout is None
 
 
 def test_dropped_paths_are_of_samples_and_last_layers_most() -> None:
