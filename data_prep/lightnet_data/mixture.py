@@ -3,8 +3,8 @@
 A stage of constant weights is cut into blocks of 1,000 samples. After n samples at the end of a block, source s has given
 ``floor(W[s] * n) - floor(W[s - 1] * n)`` of them, W the cumulative shares as exact fractions: the floor or the ceiling of its
 share of n, and never less than a block before, as every share of a block is 0 or at least one sample. Within a block the
-samples of a source are spread evenly. So the source at any position, and which of its samples it is, are computed
-without a walk from the start.
+samples of a source are spread evenly; a stage that ends within one leaves the rest of it out. So the source at any
+position, and which of its samples it is, are computed without a walk from the start.
 """
 
 import operator
@@ -84,7 +84,7 @@ class Schedule:
                     "one before, by a sample at least"
                 )
         ends = [stage.start for stage in stages[1:]]
-        self._stages = [_Stage(self.names, stage, end) for stage, end in zip(stages, [*ends, None], strict=True)]
+        self._stages = [_Stage(self.names, stage) for stage in stages]
         self._base = [np.zeros(len(self.names), dtype=np.int64)]  # samples each source gave before each stage
         for stage, end in zip(self._stages, ends, strict=False):
             self._base.append(self._base[-1] + stage.given(end - stage.start))
@@ -108,7 +108,7 @@ class Schedule:
 class _Stage:
     """One stage, its positions counted from its start."""
 
-    def __init__(self, names: list[str], stage: Stage, end: int | None) -> None:
+    def __init__(self, names: list[str], stage: Stage) -> None:
         self.start = stage.start
         shares = _shares(names, stage)
         self._whole = lcm(*(share.denominator for share in shares))
@@ -117,30 +117,19 @@ class _Stage:
             self._bounds.append(self._bounds[-1] + int(share * self._whole))
         smallest = min(share for share in shares if share)
         self._block = BLOCK * -(-1 // (BLOCK * smallest))
-        # The last block of a stage takes in what is left: shorter than a block, a source's count might have to fall.
-        self._end = end and end - stage.start
-        self._blocks = self._end and max(1, self._end // self._block)
         self._kept: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def at(self, place: int) -> tuple[int, int]:
         """(source, samples of it before this one in the stage)."""
-        block, first = self._block_at(place)
+        block, rest = divmod(place, self._block)
         sources, ranks = self._order(block)
-        return int(sources[place - first]), int(ranks[place - first])
+        return int(sources[rest]), int(ranks[rest])
 
     def given(self, count: int) -> NDArray[np.int64]:
         """Samples of each source among the first ``count``, int64 [sources]."""
-        if count in (0, self._end):
-            return self._given_at_bound(count)
-        block, first = self._block_at(count)
-        begun = self._order(block)[0][: count - first]
-        return self._given_at_bound(first) + np.bincount(begun, minlength=len(self._bounds) - 1)
-
-    def _block_at(self, place: int) -> tuple[int, int]:
-        block = place // self._block
-        if self._blocks is not None:
-            block = min(block, self._blocks - 1)
-        return block, block * self._block
+        block, rest = divmod(count, self._block)
+        before = self._given_at_bound(block * self._block)
+        return before + np.bincount(self._order(block)[0][:rest], minlength=len(before)) if rest else before
 
     def _given_at_bound(self, count: int) -> NDArray[np.int64]:
         return np.diff([bound * count // self._whole for bound in self._bounds]).astype(np.int64)
@@ -150,10 +139,8 @@ class _Stage:
         if block not in self._kept:
             while len(self._kept) >= _KEPT_BLOCKS:
                 del self._kept[next(iter(self._kept))]
-            last = self._blocks is not None and block == self._blocks - 1
-            end = self._end if last and self._end else (block + 1) * self._block
             before = self._given_at_bound(block * self._block)
-            sources = spread(tuple((self._given_at_bound(end) - before).tolist()))
+            sources = spread(tuple((self._given_at_bound((block + 1) * self._block) - before).tolist()))
             ranks = np.empty(len(sources), dtype=np.int64)
             for source, count in enumerate(before):
                 own = np.flatnonzero(sources == source)
