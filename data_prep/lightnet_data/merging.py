@@ -14,31 +14,31 @@ from numpy.typing import NDArray
 from lightnet_data import shards
 from lightnet_data.parts import Plan
 
-SPLITS = ("train", "validation")
+Limits = tuple[int, int]  # documents with a hash below the first are validation's, others below the second the test's
 
 
-def threshold(folder: Path, plan: Plan, holdout: float) -> int:
-    """Documents with a hash below this are held out.
+def limits(folder: Path, plan: Plan, holdout: float, test: float) -> Limits:
+    """Where splits end, by the hash of a document's text.
 
-    A share ``holdout`` of all possible texts is, whatever else the corpus holds. Only where that leaves one side
-    without any document, the one of lowest hash is held out or the one of highest hash is not; copies of one text are
-    never divided.
+    Shares ``holdout`` and ``test`` of all possible texts are held out, whatever else the corpus holds. Only where that
+    leaves train or validation without any document, the one of lowest hash is validation's or the one of highest hash
+    train's; copies of one text are never divided.
     """
     low, high = 2**64, -1
     for part in columns(folder, plan):
         if len(part["key"]):
             low, high = min(low, int(part["key"].min())), max(high, int(part["key"].max()))
-    return bounded_threshold(holdout, low, high)
+    return bounded_limits(holdout, test, low, high)
 
 
-def bounded_threshold(holdout: float, low: int, high: int) -> int:
-    """As ``threshold``, from the lowest and the highest hash."""
+def bounded_limits(holdout: float, test: float, low: int, high: int) -> Limits:
+    """As ``limits``, from the lowest and the highest hash."""
     limit = int(holdout * 2**64)
     if holdout > 0 and low < high:
         limit = min(max(limit, low + 1), high)
     elif low == high:
         limit = 0
-    return limit
+    return limit, max(limit, min(limit + int(test * 2**64), max(high, 0)))
 
 
 def columns(folder: Path, plan: Plan) -> Iterator[dict[str, NDArray[Any]]]:
@@ -67,18 +67,19 @@ def write(
     folder: Path,
     plan: Plan,
     target: Path,
-    limit: int,
+    limits: Limits,
     dtype: Any,
     wanted: tuple[int | None, str | None],
     shard_tokens: int | None = None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Write ``train`` and ``validation`` (``.bin``, ``.idx``, ``.bytes.npy``) of one field and one subset, None for all.
+    """Write ``train``, ``validation`` and, if any is asked for, ``test`` (``.bin``, ``.idx``, ``.bytes.npy``) of one field and
+    one subset, None for all.
 
     Args:
         folder: where the finished parts are.
         plan: their plan.
         target: folder to write in.
-        limit: documents with a hash below it are validation's.
+        limits: of the splits, see ``limits``.
         dtype: of the parts' tokens.
         wanted: field and subset.
         shard_tokens: of a shard at most; see ``shards.Cutter``.
@@ -92,8 +93,8 @@ def write(
     def selected(split: str) -> Iterator[tuple[int, dict[str, NDArray[Any]], NDArray[np.int64]]]:
         """Rank, columns and the wanted documents of each part."""
         for rank, part in enumerate(columns(folder, plan)):
-            held = part["key"] < np.uint64(limit) if limit < 2**64 else np.ones(len(part["key"]), dtype=bool)
-            mask = held if split == "validation" else ~held
+            below = [_below(part["key"], limit) for limit in limits]
+            mask = {"validation": below[0], "test": below[1] & ~below[0], "train": ~below[1]}[split]
             if wanted[0] is not None:
                 mask = mask & (part["field"] == wanted[0])
             if wanted[1] is not None:
@@ -103,7 +104,7 @@ def write(
 
     entries: dict[str, dict[str, Any]] = {}
     files: dict[str, dict[str, Any]] = {}
-    for split in SPLITS:
+    for split in ("train", "validation", *(["test"] if limits[1] > limits[0] else [])):
         cutter, sizes = shards.Cutter(shard_tokens), list[int]()  # documents of each shard
         entry: dict[str, Any] = {"documents": 0, "bytes": 0, "tokens": 0, "dtype": dtype.name}
         for _, part, chosen in selected(split):
@@ -123,6 +124,10 @@ def write(
                     _copy(folder / f"{rank:05d}.bin", part, chosen, writer)
             files.update(writer.checksums())
     return entries, files
+
+
+def _below(keys: NDArray[np.uint64], limit: int) -> NDArray[np.bool_]:
+    return keys < np.uint64(limit) if limit < 2**64 else np.ones(len(keys), dtype=bool)
 
 
 def _pieces(

@@ -16,7 +16,7 @@ class Options:
     ``by_subset``, an output each. ``separator``: what stands between the documents of a text file; None: a file is
     one. ``read_as``: format of files of another suffix. ``vocab_size``: ids of a tokenizer to train, None for a size
     that suits the corpus; ``model_type``: "bpe" or "unigram". ``eod_token``: spelling of a given tokenizer's end-of-
-    document token. ``holdout``: share of documents held out. ``seed``: seed of the held-out choice and of the
+    document token. ``holdout``: share of documents held out for validation, ``test``: for a test split. ``seed``: of the
     tokenizer's training sample. ``skip_bad``: count what is bad instead of stopping at it.
 
     ``min_chars``, ``max_chars``: documents of fewer or more characters are dropped. ``language``: as are those that are
@@ -34,6 +34,7 @@ class Options:
     model_type: str = "bpe"
     eod_token: str | None = None
     holdout: float = DEFAULT_HOLDOUT
+    test: float = 0.0
     seed: int = 0
     skip_bad: bool = False
     min_chars: int | None = None
@@ -47,4 +48,4 @@ class Options:
 
 
 # What decides how finished parts are put together, not what is in them: another value does not redo them.
-OF_THE_MERGE = ("shard_tokens", "holdout", "format", "sequence_length")
+OF_THE_MERGE = ("shard_tokens", "holdout", "test", "format", "sequence_length")

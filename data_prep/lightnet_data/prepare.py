@@ -162,7 +162,7 @@ class _Work:
     def train(self) -> Tokenizer:
         """Sample the corpus and train; held-out text stays out of it."""
         folder, plan, options = self.folder, self.plan, self.options
-        mark, model = folder / "sample" / "plan", folder / "sample" / f"model-{options.holdout}"
+        mark, model = folder / "sample" / "plan", folder / "sample" / f"model-{options.holdout}-{options.test}"
         if not mark.is_file() or mark.read_text() != plan.fingerprint():
             shutil.rmtree(folder / "logs" / "reading", ignore_errors=True)
             for old in folder.glob("sample/model-*"):
@@ -178,7 +178,7 @@ class _Work:
             sample.merge(found[3])
         if high < 0:
             _no_document(plan)
-        limit = merging.bounded_threshold(options.holdout, low, high)
+        _, limit = merging.bounded_limits(options.holdout, options.test, low, high)
         trained = _fit(sample.sentences(lambda key: key >= limit), options, size, self.reporter)
         pipeline.replace(model, trained)
         return Tokenizer(trained)
@@ -276,7 +276,7 @@ def _merge(
             meet("no document", 1, message)
     if not subsets:
         _no_document(plan)
-    limit = merging.threshold(work, plan, options.holdout)
+    limits = merging.limits(work, plan, options.holdout, options.test)
     total = {name: sum(entry[name] for entry in subsets.values()) for name in ("documents", "bytes", "tokens")}
     result: dict[str, Any] = {
         "format": manifest.FORMAT,
@@ -302,14 +302,14 @@ def _merge(
     for field in fields:
         for group in groups:
             if field is None and group is None:
-                result["splits"], result["files"] = merging.write(work, plan, out, limit, dtype, (None, None), size)
+                result["splits"], result["files"] = merging.write(work, plan, out, limits, dtype, (None, None), size)
                 _pack(out, result["splits"], result["files"], options, eod_id)
                 continue
             name = " ".join(([] if field is None else [options.fields[field]]) + ([] if group is None else [group]))
             place = merging.slug(name, taken)
             taken.add(place)
             (out / place).mkdir()
-            splits, written = merging.write(work, plan, out / place, limit, dtype, (field, group), size)
+            splits, written = merging.write(work, plan, out / place, limits, dtype, (field, group), size)
             _pack(out / place, splits, written, options, eod_id)
             _add_tokenizer(out / place, tokenizer, written)
             own = {key: sum(split[key] for split in splits.values()) for key in total}
@@ -375,6 +375,10 @@ def _check_options(
         raise DataError(f"--sequence-length {options.sequence_length}: must be at least 1")
     if not 0 <= options.holdout < 1:
         raise DataError(f"--holdout {options.holdout}: a share of the documents, at least 0 and below 1")
+    if not 0 <= options.test < 1 - options.holdout:
+        raise DataError(
+            f"--test {options.test}: a share of the documents, at least 0 and with --holdout {options.holdout} below 1"
+        )
     if tokenizer_path is not None and options.vocab_size is not None:
         raise DataError("--tokenizer and --vocab-size: the first uses a tokenizer, the second trains one; give one")
     if tokenizer_path is None and options.eod_token is not None:

@@ -62,6 +62,7 @@ BESIDE_CONFIG = ("inputs", "config", "overwrite", "as_json")
 )
 @click.option("--skip-bad", is_flag=True, help="Count and report bad input instead of stopping at the first.")
 @click.option("--holdout", type=float, default=0.05, show_default=True, help="Share of documents for validation.")
+@click.option("--test", type=float, default=0.0, show_default=True, help="Share of documents for a test split.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the held-out choice and the tokenizer sample.")
 @click.option("--eod-token", metavar="TOKEN", help="End-of-document token of --tokenizer, where it is not found.")
 @click.option("--shard-tokens", type=int, metavar="N", help="Tokens of a shard at most. [default: a split is one]")
@@ -104,6 +105,7 @@ def prep(
     workers: int,
     skip_bad: bool,
     holdout: float,
+    test: float,
     seed: int,
     eod_token: str | None,
     shard_tokens: int | None,
@@ -148,6 +150,7 @@ def prep(
                 "model_type": model_type,
                 "eod_token": eod_token,
                 "holdout": holdout,
+                "test": test,
                 "seed": seed,
                 "shard_tokens": shard_tokens,
                 "format": output_format,

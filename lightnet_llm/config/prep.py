@@ -75,6 +75,8 @@ class Write(Section):
     """Tokens of a packed sample, as the run will read them."""
     holdout: float = 0.05
     """Share of documents for validation."""
+    test: float = 0.0
+    """Share of documents for a test split."""
     seed: int = 0
     """Of the held-out choice and the tokenizer sample."""
 
