@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -32,32 +32,34 @@ class _OpenFiles:
 
     def __init__(self) -> None:
         self._files: OrderedDict[tuple[int, str], int] = OrderedDict()
-        self._lock = Lock()
+        self._lock = RLock()  # the garbage collector may close a stream's files within a read of the same thread
         self.limit = max(4, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
     def read(self, owner: int, path: str, count: int, offset: int) -> bytes:
         """``count`` bytes from ``offset``, or fewer at the end of the file."""
         key = (owner, path)
         with self._lock:
-            if key not in self._files:
+            file = self._files.get(key)
+            if file is None:
                 while len(self._files) >= self.limit:
                     os.close(self._files.popitem(last=False)[1])
-                self._files[key] = os.open(path, os.O_RDONLY)
+                file = self._files[key] = os.open(path, os.O_RDONLY)
                 # Windows lie anywhere: reading ahead would read what nobody asks for.
-                os.posix_fadvise(self._files[key], 0, 0, os.POSIX_FADV_RANDOM)
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
             self._files.move_to_end(key)
-            return os.pread(self._files[key], count, offset)
+            return os.pread(file, count, offset)
 
     def close(self, owner: int) -> None:
         """Close all files of an owner."""
         with self._lock:
-            for key in [key for key in self._files if key[0] == owner]:
-                os.close(self._files.pop(key))
+            for key in list(self._files):  # another close may come within this one
+                if key[0] == owner:
+                    os.close(self._files.pop(key))
 
 
 _open_files = _OpenFiles()
 _owners = itertools.count()
-os.register_at_fork(after_in_child=lambda: setattr(_open_files, "_lock", Lock()))
+os.register_at_fork(after_in_child=lambda: setattr(_open_files, "_lock", RLock()))
 
 
 class TokenStream:

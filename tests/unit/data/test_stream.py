@@ -1,10 +1,14 @@
 """Shards read as one stream: any number of them, of any size, by any number of ranks and loader workers."""
 
+import gc
 import json
+import os
 import pickle
 import resource
 import subprocess
 import sys
+import threading
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,7 @@ from lightnet_data.errors import DataError
 from lightnet_data.mixture import Mixture, Stage
 from lightnet_data.sampler import GlobalBatchSampler
 from lightnet_data.storage import TokenStore
-from lightnet_data.stream import TokenStream, _open_files
+from lightnet_data.stream import TokenStream, _open_files, _OpenFiles
 
 from .conftest import EOD, write_shards
 
@@ -157,6 +161,36 @@ def test_more_shards_than_open_files(tmp_path: Path) -> None:
     finally:
         _open_files.limit = limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_stream_that_is_collected_within_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are closed in the thread that holds the lock."""
+
+    class Stream:
+        def __init__(self, owner: int) -> None:
+            self.itself = self  # a cycle: only the garbage collector finds it
+            weakref.finalize(self, files.close, owner)
+
+    files, found, pread = _OpenFiles(), [], os.pread
+    (tmp_path / "a").write_bytes(b"tokens")
+    files.read(1, str(tmp_path / "a"), 6, 0)
+    gc.disable()
+    Stream(1)
+
+    def collected(*arguments: int) -> bytes:
+        gc.collect()
+        return pread(*arguments)
+
+    monkeypatch.setattr(os, "pread", collected)
+    thread = threading.Thread(target=lambda: found.append(files.read(2, str(tmp_path / "a"), 6, 0)), daemon=True)
+    try:
+        thread.start()
+        thread.join(20)  # of a millisecond
+    finally:
+        gc.enable()
+    assert found == [b"tokens"]
+    assert list(files._files) == [(2, str(tmp_path / "a"))]
+    files.close(2)
 
 
 @pytest.mark.parametrize(
