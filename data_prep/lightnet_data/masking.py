@@ -3,7 +3,7 @@
 The recipe is that of BERT, with a share to choose: of the hidden tokens 80 % become the mask, 10 % another token, 10 % stay.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,14 @@ class MaskedTokens(torch.utils.data.Dataset[dict[str, Any]]):
         return len(self.samples)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        sample = self.samples[position]
+        return self._masked(self.samples[position], position)
+
+    def __getitems__(self, positions: Sequence[int]) -> list[dict[str, Any]]:
+        """Several samples at once, fetched together where the data set can."""
+        together = getattr(self.samples, "__getitems__", None)
+        samples = together(positions) if together else [self.samples[position] for position in positions]
+        return [self._masked(sample, position) for sample, position in zip(samples, positions, strict=True)]
+
+    def _masked(self, sample: dict[str, Any], position: int) -> dict[str, Any]:
         inputs, labels = self.masking(sample["input_ids"], position)
         return {**sample, "input_ids": inputs, "labels": labels}

@@ -1,6 +1,7 @@
 """Masks of the masked language model."""
 
 import pickle
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -90,20 +91,26 @@ def test_a_data_set_is_masked_by_position_alone() -> None:
         def __len__(self) -> int:
             return 7
 
-        def __getitems__(
-            self, positions: list[int]
-        ) -> list[dict[str, object]]:  # a loader would ask for this, if it could
-            return [self[position] for position in positions]
-
         def __getitem__(self, position: int) -> dict[str, object]:
             return {"input_ids": np.arange(4, 24), "labels": np.arange(5, 25), "sample_id": position}
+
+    class Together(Windows):
+        """Samples that lie elsewhere are fetched at once."""
+
+        asked: ClassVar[list[list[int]]] = []
+
+        def __getitems__(self, positions: list[int]) -> list[dict[str, object]]:
+            self.asked.append(positions)
+            return [self[position] for position in positions]
 
     masked = MaskedTokens(Windows(), RULE)
     assert len(masked) == 7 and masked.samples_per_epoch == 7
     first, later = masked[2], masked[2 + 7]
     assert (first["input_ids"] != later["input_ids"]).any(), "another epoch hides other tokens"
     assert (first["input_ids"] == pickle.loads(pickle.dumps(RULE))(np.arange(4, 24), 2)[0]).all()
-    loader = DataLoader(masked, batch_sampler=[[2, 9]], collate_fn=list)
-    assert [(row["input_ids"] == masked[at]["input_ids"]).all() for row, at in zip(*loader, (2, 9), strict=True)] == [
-        True
-    ] * 2
+    for samples in (Windows(), Together()):
+        (rows,) = DataLoader(MaskedTokens(samples, RULE), batch_sampler=[[2, 9]], collate_fn=list)
+        for row, at in zip(rows, (2, 9), strict=True):
+            assert row["sample_id"] == at
+            assert all((row[key] == masked[at][key]).all() for key in ("input_ids", "labels"))
+    assert Together.asked == [[2, 9]]
