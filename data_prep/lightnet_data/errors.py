@@ -10,3 +10,7 @@ class DataError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split("\n")))
+
+
+class NoDocument(DataError):
+    """The inputs were read to their end and hold no document."""

@@ -57,6 +57,7 @@ class OutputFolder:
         self._lock: Any = None
         self._finished = False
         self.submitted = False
+        self.worthless = False  # whatever is in it
 
     def __enter__(self) -> Path:
         partial = self.partial
@@ -85,7 +86,9 @@ class OutputFolder:
 
     def keep(self) -> bool:
         """Whether there is work in it that a further run can go on from."""
-        return self._resume and (any((self.partial / "parts").glob("*.json")) or self.submitted)
+        if not self._resume or self.worthless:
+            return False
+        return self.submitted or any((self.partial / "parts").glob("*.json"))
 
     def finish(self) -> None:
         """Flush everything to disk and rename, replacing an earlier data set only now."""

@@ -23,7 +23,7 @@ from lightnet_data import (
     sources,
     webdataset_tokens,
 )
-from lightnet_data.errors import DataError
+from lightnet_data.errors import DataError, NoDocument
 from lightnet_data.executors import Execution
 from lightnet_data.options import Options
 from lightnet_data.output import OutputFolder, check_free, token_dtype
@@ -109,14 +109,16 @@ def prepare(
             if tokenizer is None:
                 tokenizer = work.train()
             work.encode(tokenizer)
+            result = _merge(folder, plan, options, tokenizer, request, trained)
         except executors.Submitted as queued:
             target.submitted = True
             return {"submitted": True, "stage": queued.stage, "tasks": queued.tasks, "job": queued.job}
-        try:
-            result = _merge(folder, plan, options, tokenizer, request, trained)
-        except DataError:  # there was no document: nothing to go on from
-            shutil.rmtree(folder / "parts")
+        except NoDocument:  # nothing to go on from
+            target.worthless = True
             raise
+        for place, split in [(place, split) for place, found in _splits(folder / "out", result) for split in found]:
+            if "left_out" in split:
+                reporter.note(f"{place}{split['left_out']}")
         target.finish()
     return result
 
@@ -223,7 +225,7 @@ class _Work:
 
 def _no_document(plan: parts.Plan) -> NoReturn:
     shown = ", ".join(map(sources.shown, plan.inputs))
-    raise DataError(f"{shown}: no document to read, no document in it; every file is empty or was skipped")
+    raise NoDocument(f"{shown}: no document to read, no document in it; every file is empty or was skipped")
 
 
 def _merge(
@@ -272,7 +274,7 @@ def _merge(
         if argument not in given and any(source.argument == argument for source in plan.sources.files):
             message = f"{sources.shown(name)}: no document in it, there is no text"
             if not options.skip_bad:
-                raise DataError(message)
+                raise DataError(message) if subsets else NoDocument(message)
             meet("no document", 1, message)
     if not subsets:
         _no_document(plan)
@@ -320,6 +322,13 @@ def _merge(
     _add_tokenizer(out, tokenizer, result["files"])
     manifest.save(out, result)
     return result
+
+
+def _splits(out: Path, result: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """What names an output in a note, and its splits: of the whole, or of each output."""
+    yield "", list(result["splits"].values())
+    for place in result.get("outputs", {}):
+        yield f"{place}: ", list(manifest.load(out / place)["splits"].values())
 
 
 def _pack(

@@ -83,7 +83,7 @@ class Tokens:
                     list(pool.map(self.packed(name), range(len(split["webdataset"]["shards"]))))
 
     def stems(self, name: str, split: dict[str, Any]) -> list[str]:
-        if split.get("documents") == 0 and not (self.folder / f"{name}.bin").exists():
+        if (split.get("documents") == 0 or "left_out" in split) and not (self.folder / f"{name}.bin").exists():
             return []
         return [Path(prefix).name for prefix in shards_of(self.folder / name)]
 

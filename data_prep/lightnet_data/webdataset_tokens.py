@@ -96,24 +96,29 @@ def pack(
 
     Args:
         folder: with one .bin/.idx pair for each split.
-        splits: the manifest's entries of the splits; an empty one is left as it is.
+        splits: the manifest's entries of the splits; an empty one is left as it is, and a held-out one shorter than a window
+            gets ``left_out``, a line that says so, instead of ``webdataset``.
         files: its entries of the files.
         sequence_length: inputs of a window.
         shard_tokens: of a tar file, about; None: ``SAMPLES_PER_SHARD`` windows.
         eod_id: end-of-document token.
 
     Raises:
-        DataError: a split is shorter than a window.
+        DataError: the train split is shorter than a window.
     """
     samples = SAMPLES_PER_SHARD if shard_tokens is None else max(1, shard_tokens // sequence_length)
     for name, split in splits.items():
         if not split["tokens"]:
             continue
         if split["tokens"] <= sequence_length:
-            raise DataError(
+            short = (
                 f"--sequence-length {sequence_length}: the {name} split has {split['tokens']} tokens, and a sample needs one "
-                "more than its length; choose a smaller one, or another --holdout"
+                "more than its length; "
             )
+            if name == "train":
+                raise DataError(short + "choose a smaller one, or another --holdout")
+            split["left_out"] = short + "it is left out"
+            continue
         split["webdataset"] = write(folder / name, folder, sequence_length, samples, eod_id)
         for shard in split["webdataset"]["shards"]:
             files[shard["file"]] = {"bytes": shard["bytes"], "sha256": shard["sha256"]}

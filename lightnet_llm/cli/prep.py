@@ -282,7 +282,10 @@ def _print(summary: dict[str, Any]) -> None:
         f"({size / tokens:.2f} bytes a token) from {summary['sources']['files']:,} files"
     )
     for name, split in summary["splits"].items():
-        click.echo(f"  {name}: {split['documents']:,} documents, {split['bytes']:,} bytes, {split['tokens']:,} tokens")
+        out = ", left out" if "left_out" in split else ""
+        click.echo(
+            f"  {name}: {split['documents']:,} documents, {split['bytes']:,} bytes, {split['tokens']:,} tokens{out}"
+        )
     click.echo(
         f"  {tokenizer['file']}: {tokenizer['kind']}, {tokenizer['vocab_size']:,} ids, end of document "
         f"{tokenizer['eod_token']} = {tokenizer['eod_id']}, sha256 {tokenizer['fingerprint'][:16]}"

@@ -18,6 +18,7 @@ from lightnet_data import manifest, pipeline
 from lightnet_data.documents import DocumentReader
 from lightnet_data.storage import TokenStore
 from lightnet_data.tokenizer import Tokenizer
+from lightnet_data.verify import verify
 
 Run = Callable[..., Result]
 PART_BYTES = 7000
@@ -147,6 +148,32 @@ def test_only_changed_inputs_are_redone(
     assert tokenized == [2]
     whole = run_prep(*given[:2], tmp_path / "whole", *given[3:])
     assert whole.exit_code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_refused_merge_keeps_the_parts(
+    tmp_path: Path, corpus: Path, run_prep: Run, tokenizer_file: Path, tokenized: list[int], small_parts: None
+) -> None:
+    """A length that the train split has no sample of; with a smaller one, only the merge is done again."""
+    given = [corpus, "--output", tmp_path / "out", "--tokenizer", tokenizer_file, "--format", "webdataset"]
+    refused = run_prep(*given, "--sequence-length", 10**6)
+    assert refused.exit_code == 1 and "the train split has" in refused.stderr
+    assert tokenized
+    tokenized.clear()
+    assert run_prep(*given, "--sequence-length", 32).exit_code == 0 and tokenized == []
+
+
+def test_a_held_out_split_shorter_than_a_sample_is_left_out(
+    tmp_path: Path, corpus: Path, run_prep: Run, tokenizer_file: Path
+) -> None:
+    given = [corpus, "--tokenizer", tokenizer_file, "--holdout", 1e-9, "--format", "webdataset"]
+    result = run_prep(*given, "--output", tmp_path / "out", "--sequence-length", 1500)
+    assert result.exit_code == 0, result.stderr
+    assert "the validation split has" in result.stderr and "it is left out" in result.stderr
+    assert "tokens, left out" in result.stdout
+    split = manifest.load(tmp_path / "out")["splits"]["validation"]
+    assert split["documents"] == 1 and "webdataset" not in split and not list((tmp_path / "out").glob("validation*"))
+    found = verify(tmp_path / "out")
+    assert not found.problems and not found.notes
 
 
 def test_another_tokenizer_redoes_all_and_another_shard_size_nothing(
