@@ -35,7 +35,7 @@ eval-data: install  ## eight zero-shot tasks for `lightnet eval --offline data/e
 test: install  ## what needs no GPU, no root and no network (15 minutes on two cores at most)
 	$(PYTEST) -m "not slow and not system and not gpu"
 
-test-full: install  ## everything that is slow, too; leaves tests/logs/test-full.log
+test-full: install mini-pile eval-data  ## everything that is slow, too, on fetched data; leaves tests/logs/test-full.log
 	@mkdir -p tests/logs
 	{ date -u +%F; $(BIN)/python --version; $(PYTEST) -m "not system and not gpu" --timeout 1200; } 2>&1 | tee tests/logs/test-full.log
 

