@@ -36,6 +36,8 @@ def check_free(output: Path, overwrite: bool = False) -> bool:
 
 
 _WORK = ("parts", "sample", "dedup", "logs", "tokenizer", "plan.pickle")  # what a further run can go on from
+# Any of these is finished work, or in a queue. What de-duplication finds counts by the marks of completion.
+_DONE = ("parts/*.json", "sample/*.sample", "sample/model-*", "logs/*/completions/*", "logs/*/job")
 
 
 class OutputFolder:
@@ -43,7 +45,7 @@ class OutputFolder:
 
     Left without ``finish`` the partial folder is removed. One that a killed run left behind is replaced (``note`` is
     called with a line that says so). With ``resume`` it holds the work and only its ``out`` becomes ``OUTPUT``: finished
-    parts (``keep``) stay when it is left, and are gone on from.
+    work of any stage (``keep``), and what a cluster has of it, stay when it is left, and are gone on from.
 
     Raises:
         DataError: another process is writing the same output, or the partial folder's name is taken.
@@ -58,6 +60,7 @@ class OutputFolder:
         self._finished = False
         self.submitted = False
         self.worthless = False  # whatever is in it
+        self.elsewhere = False  # tasks run on other machines, and errors name their logs
 
     def __enter__(self) -> Path:
         partial = self.partial
@@ -88,7 +91,9 @@ class OutputFolder:
         """Whether there is work in it that a further run can go on from."""
         if not self._resume or self.worthless:
             return False
-        return self.submitted or any((self.partial / "parts").glob("*.json"))
+        if self.submitted or (self.elsewhere and any((self.partial / "logs").glob("*/*"))):
+            return True
+        return any(found for pattern in _DONE for found in self.partial.glob(pattern))
 
     def finish(self) -> None:
         """Flush everything to disk and rename, replacing an earlier data set only now."""

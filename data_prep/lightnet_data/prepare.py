@@ -94,6 +94,7 @@ def prepare(
     if not free:
         return _reuse(output, request, plan, total, reporter)
     target = OutputFolder(output, reporter.note, resume=True)
+    target.elsewhere = execution.kind != "local"
     with target as folder:
         for name in ("parts", "sample", "tokenizer"):
             (folder / name).mkdir(exist_ok=True)

@@ -126,6 +126,11 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: lis
     result = run(*write_corpus(tmp_path), "--output", tmp_path / "out", *slurm(*settings))
     assert result.exit_code == 1 and result.stderr.count("\n") == 1 and message in result.stderr
     assert not (tmp_path / "out").exists()
+    partial = tmp_path / "out.partial"
+    assert partial.exists() == (message == "sbatch failed")
+    if partial.exists():
+        script = partial / "logs" / "tokenizing" / "launch_script.slurm"
+        assert f"the script is {script}" in result.stderr and script.is_file()
 
 
 @pytest.fixture

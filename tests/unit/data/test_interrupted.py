@@ -150,6 +150,26 @@ def test_only_changed_inputs_are_redone(
     assert whole.exit_code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("dedup", [[], ["--dedup", "minhash"]])
+def test_finished_work_before_the_first_part_is_kept(
+    tmp_path: Path, corpus: Path, run_prep: Run, monkeypatch: pytest.MonkeyPatch, small_parts: None, dedup: list[str]
+) -> None:
+    """Ctrl-C after the corpus was read once: the next run does not read it for the same purpose again."""
+    given = [corpus, "--output", tmp_path / "out", "--vocab-size", 600, *dedup]
+    stopped = "lightnet_data.pipeline.SampleWriter.run" if dedup else "lightnet_data.prepare._fit"
+    with monkeypatch.context() as patch:
+        patch.setattr(stopped, lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run_prep(*given).exit_code == 1
+    done = sorted((tmp_path / "out.partial" / "logs").glob("*/completions/*"))
+    assert len(done) >= 8
+    before = [path.stat().st_mtime_ns for path in done]
+    interrupted(run_prep, given, monkeypatch)
+    assert [path.stat().st_mtime_ns for path in done] == before
+    assert run_prep(*given).exit_code == 0
+    whole = [corpus, "--output", tmp_path / "whole", *given[3:]]
+    assert run_prep(*whole).exit_code == 0 and contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 def test_a_refused_merge_keeps_the_parts(
     tmp_path: Path, corpus: Path, run_prep: Run, tokenizer_file: Path, tokenized: list[int], small_parts: None
 ) -> None:

@@ -131,7 +131,10 @@ def test_a_file_that_changes_is_an_error(tmp_path: Path, corpus: Path, monkeypat
     monkeypatch.setattr(module, "_fit", train_and_append)
     with pytest.raises(DataError, match="changed while it was being read"):
         prepare([corpus], tmp_path / "out")
-    assert {path.name for path in tmp_path.iterdir()} == {corpus.name}
+    assert {path.name for path in tmp_path.iterdir()} == {corpus.name, "out.partial"}
+    monkeypatch.undo()
+    assert prepare([corpus], tmp_path / "out")["documents"] == 61
+    assert {path.name for path in tmp_path.iterdir()} == {corpus.name, "out"}
 
 
 def test_kinds_of_files_in_a_folder(tmp_path: Path, run_prep: Run, tokenizer_file: Path) -> None:
