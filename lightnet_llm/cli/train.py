@@ -63,14 +63,14 @@ def resolve(config: RunConfig, world: int) -> dict[str, Any]:
 def _checks(config: RunConfig) -> list[Callable[[], object]]:
     """What a start needs beside a legal configuration."""
     from ..checkpoint.store import resolve as resolve_checkpoint
-    from ..training.data import check_tokenizer, validation_prefixes
+    from ..training.data import check_tokenizer, check_validation
     from ..training.run_folder import RunFolder
 
     given = config.train.init_from
     return [
         RunFolder(config).check,
         lambda: check_tokenizer(config),
-        lambda: validation_prefixes(config),
+        lambda: check_validation(config),
         lambda: given is None or resolve_checkpoint(Path(given), lambda warning: None),
     ]
 

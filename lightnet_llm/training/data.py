@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightnet_data import manifest as manifests
-from lightnet_data.dataset import PackedTokens, collate
+from lightnet_data.dataset import PackedTokens, collate, open_windows
 from lightnet_data.errors import DataError
 from lightnet_data.mixture import Schedule
 from lightnet_data.sampler import GlobalBatchSampler
@@ -31,6 +31,11 @@ from .sources import (
 )
 
 Batch = dict[str, Tensor]
+Note = Callable[[str], None]
+
+
+def _unsaid(line: str) -> None:
+    """A note that nobody reads: rank 0 says it once, at the start."""
 
 
 def check_tokenizer(config: RunConfig) -> Path | None:
@@ -49,8 +54,11 @@ def check_tokenizer(config: RunConfig) -> Path | None:
     return tokenizer_file(source)
 
 
-def check_sets(config: RunConfig) -> dict[str, Any]:
+def check_sets(config: RunConfig, note: Note = _unsaid) -> dict[str, Any]:
     """Open every data set once, so that a missing, cut or too short one is refused before any work.
+
+    Args:
+        note: takes a line on a held-out split that is left out.
 
     Returns:
         What the training data are: number of tokens, the tokenizer's fingerprint, and how samples are ordered.
@@ -65,9 +73,19 @@ def check_sets(config: RunConfig) -> dict[str, Any]:
     if config.data.mixture:
         Schedule(sorted(used_sources(config)), stages_of(config))
     if config.validation.interval:
-        for prefix in validation_prefixes(config).values():
-            PackedTokens(prefix, config.data.sequence_length, shuffle=False).windows.check()
+        check_validation(config, note)
     return identity_of(config, tokens)
+
+
+def check_validation(config: RunConfig, note: Note = _unsaid) -> None:
+    """Find the validation sets, and open them if the run validates.
+
+    Raises:
+        UserError, DataError: one named in ``data.validation`` is missing or shorter than a window, or any is damaged.
+    """
+    for prefix in validation_prefixes(config, note).values():
+        if config.validation.interval:
+            PackedTokens(prefix, config.data.sequence_length, shuffle=False).windows.check()
 
 
 def training_batches(config: RunConfig, budget: Budget, rank: int, size: int, start_step: int) -> Iterator[Batch]:
@@ -90,12 +108,25 @@ def training_batches(config: RunConfig, budget: Budget, rank: int, size: int, st
     return iter(loader)
 
 
-def validation_prefixes(config: RunConfig) -> dict[str, str]:
-    """Named validation sets: the held-out split of ``data.path``, or those of a mixture's sources, then ``data.validation``."""
+def validation_prefixes(config: RunConfig, note: Note = _unsaid) -> dict[str, str]:
+    """Named validation sets: the held-out split of ``data.path``, or those of a mixture's sources, then ``data.validation``.
+
+    Held-out splits shorter than a window are left out, with a ``note``.
+    """
     prefixes = {}
     for name, source in sources_of(config).items():
-        if name in used_sources(config) and _is_split(f"{source.folder}/validation"):
-            prefixes[name if config.data.mixture else "heldout"] = f"{source.folder}/validation"
+        prefix = f"{source.folder}/validation"
+        if name not in used_sources(config) or not _is_split(prefix):
+            continue
+        if config.validation.interval:
+            windows = open_windows(prefix, config.data.sequence_length)
+            if not windows.samples:
+                note(
+                    f"{prefix}: {windows.tokens} tokens are fewer than data.sequence_length {config.data.sequence_length} "
+                    "+ 1; it is left out of validation"
+                )
+                continue
+        prefixes[name if config.data.mixture else "heldout"] = prefix
     for name, given in config.data.validation.items():
         if name in prefixes:
             raise UserError(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -104,17 +107,26 @@ def _short(value: Any) -> str:
 
 def tokenizer_file(source: Source) -> Path | None:
     """The tokenizer beside a source, in a folder with its manifest; copied to this machine if it lies elsewhere."""
-    folder = Path(source.folder)
-    names = ["tokenizer.model", "tokenizer.json"]
     if remote.is_url(source.folder):
-        folder = Path(mkdtemp(prefix="lightnet-tokenizer-"))
-        names = [str(source.tokenizer["file"])] if source.tokenizer.get("file") else []
-        for name in [manifests.FILE_NAME, *names]:
-            try:
-                (folder / name).write_bytes(remote.read(f"{source.folder}/{name}"))
-            except FileNotFoundError:
-                raise UserError(f"{source.folder}/{name}: no such file; copy the folder again") from None
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+        return _copied_tokenizer(source.folder, source.tokenizer.get("file"))
+    files = [Path(source.folder, name) for name in ("tokenizer.model", "tokenizer.json")]
+    return next((file for file in files if file.is_file()), None)
+
+
+@lru_cache(maxsize=32)  # it is asked for several times at a start
+def _copied_tokenizer(url: str, file: str | None) -> Path | None:
+    """Copies a tokenizer and its manifest into a folder that goes when this process ends."""
+    files = {}
+    for name in [manifests.FILE_NAME, *([file] if file else [])]:
+        try:
+            files[name] = remote.read(f"{url}/{name}")
+        except FileNotFoundError:
+            raise UserError(f"{url}/{name}: no such file; copy the folder again") from None
+    folder = Path(mkdtemp(prefix="lightnet-tokenizer-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder / file if file else None
 
 
 def stages_of(config: RunConfig) -> list[Stage]:
@@ -141,16 +153,17 @@ def training_samples(config: RunConfig) -> PackedTokens | Mixture:
 
 
 def identity_of(config: RunConfig, tokens: dict[str, int]) -> dict[str, Any]:
-    """What a run must find again when it is resumed; kept in every checkpoint.
+    """What a run must find again when it is resumed; kept in every checkpoint. Weights and stages are in the run's configuration.
 
     Args:
-        tokens: of each source.
+        tokens: of each source; those that never have a weight are no part of the run.
     """
     sources = sources_of(config)
+    tokens = {name: tokens[name] for name in sorted(used_sources(config))}
     fingerprint = next(iter(sources.values())).tokenizer.get("fingerprint")
     identity: dict[str, Any] = {"tokens": sum(tokens.values()), "tokenizer": fingerprint, "order": ORDER_VERSION}
     if config.data.mixture:
-        identity["sources"] = dict(sorted(tokens.items()))
+        identity["sources"] = tokens
     return identity
 
 

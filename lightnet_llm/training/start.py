@@ -58,7 +58,7 @@ def prepare(config: RunConfig, folder: RunFolder, layout: Layout, launched: bool
     folder.lock()
     deepspeed_config(config, layout.data, layout.sequence)
     tokenizer = data.check_tokenizer(config)
-    identity = data.check_sets(config)
+    identity = data.check_sets(config, warn)
     budget = budget_of(config, layout.data)
     for line in sources.lines(sources.epochs(config, budget.samples_before(budget.steps))):
         print(line, file=sys.stderr, flush=True)
