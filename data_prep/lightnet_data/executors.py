@@ -93,36 +93,39 @@ class LocalExecutor(LocalPipelineExecutor):
         context = multiprocessing.get_context(method)
         running: dict[Future[None], int] = {}
         failed: dict[int, BaseException] = {}
-        with ProcessPoolExecutor(
-            min(self.workers, len(ranks) or 1), context, initializer=_start_worker, initargs=(os.getpid(),)
-        ) as pool:
-            waiting = iter(ranks)
-            while True:
-                while not failed and len(running) < 2 * self.workers and (rank := next(waiting, None)) is not None:
+        workers = min(self.workers, len(ranks) or 1)
+        pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(os.getpid(),))
+        waiting = iter(ranks)
+        try:
+            # After a failure only what may fail earlier in the corpus is waited for.
+            while not failed or any(rank < min(failed) for rank in running.values()):
+                while not failed and len(running) < 2 * workers and (rank := next(waiting, None)) is not None:
                     running[pool.submit(self._quiet, rank)] = rank
                 if not running:
                     break
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     rank = running.pop(future)
-                    if future.cancelled():
-                        continue
-                    error = future.exception()
-                    if error is None:
+                    if (error := future.exception()) is None:
                         done(rank)
                     else:
                         failed[rank] = error
-                if failed:
-                    for future, rank in running.items():
-                        if rank > min(failed):
-                            future.cancel()
+        except BrokenProcessPool as broken:  # of a task that was handed to it just then
+            failed.setdefault(len(ranks), broken)
+        finally:  # also after Ctrl-C: a part is whole or not there, so that nothing need be waited for
+            processes = list((pool._processes or {}).values())
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes if running else ():
+                process.kill()
+            for process in processes:
+                process.join()
         if not failed:
             return
-        error = failed[min(failed)]
-        if isinstance(error, BrokenProcessPool):
+        first = failed[min(failed)]
+        if isinstance(first, BrokenProcessPool):
             raise DataError(
                 f"a worker process died, most likely for want of memory; use fewer than --workers {self.workers}"
             ) from None
-        raise error
+        raise first
 
     def _quiet(self, rank: int) -> None:
         with contextlib.redirect_stderr(io.StringIO()):  # the task's log holds it all

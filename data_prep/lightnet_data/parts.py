@@ -53,7 +53,9 @@ class Plan:
 
     def save(self, folder: Path) -> None:
         """Write it for the tasks."""
-        (folder / FILE_NAME).write_bytes(pickle.dumps(self))
+        partial = folder / f".{FILE_NAME}.partial"  # a queued task may begin to read it just now
+        partial.write_bytes(pickle.dumps(self))
+        partial.replace(folder / FILE_NAME)
 
     def check(self, source: Source) -> None:
         """Raise a DataError if a file is not what it was."""

@@ -240,13 +240,21 @@ def _texts(source: Source, chunks: Iterator[bytes], separator: str | None) -> It
         else:
             yield _text_document(source.name, data, 0)
         return
-    mark, rest, offset, number = separator.encode(), b"", 0, 0
+    mark, offset, number = separator.encode(), 0, 0
+    begun: list[bytes] = []  # of a document whose end has not come: searched once, joined once
+    tail = b""  # its last bytes, in which a mark may begin
     for chunk in chunks:
-        *pieces, rest = (rest + chunk).split(mark)
-        for piece in pieces:
+        *ends, rest = (tail + chunk).split(mark)
+        for end in ends:
             number += 1
+            piece = b"".join([*begun, end])
+            begun.clear()
             yield _text_document(f"{source.name}, document {number}", piece, offset)
             offset += len(piece) + len(mark)
+        kept = max(0, len(rest) - len(mark) + 1)
+        begun.append(rest[:kept])
+        tail = rest[kept:]
+    rest = b"".join([*begun, tail])
     if rest.strip() or not number:
         yield _text_document(f"{source.name}, document {number + 1}", rest, offset)
 

@@ -181,7 +181,7 @@ def prep(
         _fail(str(error))
     except OSError as error:  # a full disk, an output folder that may not be written
         where = f"{error.filename}: " if error.filename else f"{output}: "
-        _fail(f"{where}{error.strerror or error}; nothing was left in {output}")
+        _fail(f"{where}{error.strerror or error}; {output} was not made; run it again to go on with what is done")
     if manifest.get("submitted"):
         click.echo(
             f"{manifest['stage']}: {manifest['tasks']} tasks are in the queue as job {manifest['job']}; run the same command "

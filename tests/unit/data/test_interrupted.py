@@ -7,15 +7,21 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from click.testing import Result
+from datatrove.pipeline.base import PipelineStep
 from lightnet_data import manifest, pipeline
 from lightnet_data.documents import DocumentReader
+from lightnet_data.errors import DataError
+from lightnet_data.executors import LocalExecutor
 from lightnet_data.storage import TokenStore
 from lightnet_data.tokenizer import Tokenizer
 from lightnet_data.verify import verify
@@ -288,6 +294,31 @@ def test_a_hundred_shards_with_few_open_files(tmp_path: Path, python_texts: list
     assert split["documents"] == 100 and len(split["shards"]) >= 50
 
 
+class Waits(PipelineStep):
+    """The second task fails, others take a minute."""
+
+    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        if rank == 1:
+            raise DataError("the second")
+        time.sleep(0.5 if rank == 0 else 60)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_an_end_waits_for_no_later_part(interrupted: bool, tmp_path: Path) -> None:
+    """After a failure what comes before it in the corpus is waited for; after Ctrl-C nothing is."""
+    executor = LocalExecutor([Waits()], 6, workers=3, logging_dir=str(tmp_path), skip_completed=True)
+    begun, others = time.monotonic(), psutil.Process().children()
+    if interrupted:
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+    with pytest.raises(KeyboardInterrupt if interrupted else DataError, match=None if interrupted else "the second"):
+        executor.run()
+    assert time.monotonic() - begun < 30
+    completed = sorted(path.name for path in tmp_path.glob("completions/*"))
+    assert completed == [] if interrupted else completed == ["00000"]
+    assert not [child for child in psutil.Process().children() if child not in others]
+
+
 def test_two_preparations_into_one_folder(tmp_path: Path, corpus: Path, run_prep: Run, tokenizer_file: Path) -> None:
     given = [corpus, "--output", tmp_path / "out", "--tokenizer", tokenizer_file]
     command = [sys.executable, "-c", PREP, "0.05", *map(str, given)]
@@ -296,7 +327,9 @@ def test_two_preparations_into_one_folder(tmp_path: Path, corpus: Path, run_prep
     while not (tmp_path / "out.partial" / "plan.pickle").exists():
         assert first.poll() is None and time.time() < deadline
         time.sleep(0.01)
+    first.send_signal(signal.SIGSTOP)  # however slow the second one is, the first has not ended before it
     second = run_prep(*given)
+    first.send_signal(signal.SIGCONT)
     assert second.exit_code == 1 and "another lightnet prep is writing it" in second.stderr
     assert first.wait(60) == 0
     assert manifest.load(tmp_path / "out")["documents"] == 60

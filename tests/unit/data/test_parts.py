@@ -3,6 +3,7 @@
 import io
 import json
 import tarfile
+from itertools import pairwise
 from pathlib import Path
 
 import fsspec
@@ -70,3 +71,18 @@ def test_subsets_and_fields_have_outputs_of_their_own(tmp_path: Path, tokenizer_
         for index, subset in enumerate("ab"):
             reader = DocumentReader(tmp_path / "out" / f"{field}-{subset}" / "train")
             assert [tokenizer.decode(d.tokens) for d in reader] == [r[field] for r in records[index::2]]
+
+
+@given(
+    text=st.text("ab-", max_size=60),
+    mark=st.text("a-", min_size=1, max_size=4),
+    bounds=st.lists(st.integers(0, 60), max_size=8).map(sorted),
+)
+def test_a_separator_is_found_wherever_chunks_end(text: str, mark: str, bounds: list[int]) -> None:
+    data = text.encode()
+    chunks = [data[a:b] for a, b in pairwise([0, *bounds, len(data)])]
+    source = sources.Source(Path("x.txt"), "text", None, 0)
+    found = [(getattr(x, "text", None), x) for x in reading._texts(source, iter(chunks), mark)]
+    pieces = text.split(mark)
+    pieces = pieces[:-1] if len(pieces) > 1 and not pieces[-1] else pieces
+    assert [piece if piece else None for piece in pieces] == [text for text, _ in found]
