@@ -81,6 +81,11 @@ def _unsupported_device(module: str, kind: str, index: int | None) -> str | None
     return None
 
 
+_HERE = contextlib.nullcontext()
+
+
 def on_device(x: Tensor) -> AbstractContextManager[None]:
     """Launches go to the device of `x`, whatever the current one is."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(x.device)

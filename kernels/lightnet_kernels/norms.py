@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .companions import choose_triton, kernels, on_device
+from .companions import choose_triton, kernels
+from .operators import Operator
 
 KINDS = ("srms", "rms", "layer")
 MAX_WIDTH = 8192  # of a row that the kernels hold in registers
@@ -168,65 +169,49 @@ def _call(
     width = x.shape[-1]
     rows = x.numel() // max(1, groups * width)
     flat = [None if t is None else t.reshape(rows, groups, width) for t in (x, residual, gate)]
-    y, total, _ = _normalise(*flat, weight, bias, kind == "layer", eps)
-    return y.view(x.shape), total.view(x.shape) if residual is not None else total
-
-
-@torch.library.custom_op(
-    "lightnet::norm",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? residual, Tensor? gate, Tensor? weight, Tensor? bias, bool layer, float eps)"
-    " -> (Tensor, Tensor, Tensor)",
-)
-def _normalise(x, residual, gate, weight, bias, layer, eps):
-    """[T, G, W] to (y, x + residual or nothing, inverse root [T, G])."""
-    with on_device(x):
-        return kernels("triton_norms").forward(x, residual, gate, _flat(weight), _flat(bias), layer, eps)
-
-
-@torch.library.custom_op(
-    "lightnet::norm_backward",
-    mutates_args=(),
-    schema="(Tensor x, Tensor? gate, Tensor? weight, Tensor? bias, Tensor scale, Tensor grad, Tensor? grad_sum, bool layer)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _normalise_backward(x, gate, weight, bias, scale, grad, grad_sum, layer):
-    """Gradients of (x, gate, weight, bias), nothing where there is none."""
-    with on_device(x):
-        return kernels("triton_norms").backward(x, gate, _flat(weight), _flat(bias), scale, grad, grad_sum, layer)
+    y, total, _ = _normalise(*flat, _flat(weight), _flat(bias), kind == "layer", eps)
+    return y.view(x.shape), y if residual is None else total.view(x.shape)
 
 
 def _flat(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else weight.reshape(-1).contiguous()
 
 
-@_normalise.register_fake
-def _(x, residual, gate, weight, bias, layer, eps):
+def _run(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """[T, G, W] to (y, x + residual or nothing, inverse root [T, G])."""
+    return kernels("triton_norms").forward(*arguments)
+
+
+def _run_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """Gradients of (x, gate, weight, bias), nothing where there is none."""
+    return kernels("triton_norms").backward(*arguments)
+
+
+def _fake(x, residual, gate, weight, bias, layer, eps):
     return output_tensors(x, residual, gate)
 
 
-@_normalise_backward.register_fake
-def _(x, gate, weight, bias, scale, grad, grad_sum, layer):
-    none = [
-        x.new_empty(0) if t is None else torch.empty_like(t, memory_format=torch.contiguous_format)
-        for t in (gate, weight, bias)
+def _fake_backward(x, gate, weight, bias, scale, grad, grad_sum, layer):
+    others = [
+        None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format) for t in (gate, weight, bias)
     ]
-    return x.new_empty(x.shape), *none
+    return x.new_empty(x.shape), *others
 
 
-def output_tensors(x: Tensor, residual: Tensor | None, gate: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty (y [T, G, W], x + residual of the same shape or of none, inverse roots float32 [T, G])."""
+def output_tensors(x: Tensor, residual: Tensor | None, gate: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Empty (y [T, G, W], x + residual of the same shape or None, inverse roots float32 [T, G])."""
     dtype = x.dtype
     for other in (residual, gate):
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
     y = x.new_empty(x.shape, dtype=dtype)
-    total = x.new_empty(0) if residual is None else x.new_empty(x.shape, dtype=dtype)
+    total = None if residual is None else x.new_empty(x.shape, dtype=dtype)
     return y, total, x.new_empty(x.shape[:2], dtype=torch.float32)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, residual, gate, weight, bias, ctx.layer, _ = inputs
     _, total, scale = output
+    ctx.mark_non_differentiable(scale)
     ctx.dtypes = (x.dtype, None if residual is None else residual.dtype)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x if residual is None else total, gate, weight, bias, scale)
@@ -238,8 +223,22 @@ def _backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: Any) ->
     if grad is None:
         grad = x.new_zeros(x.shape)
     grads = _normalise_backward(x, gate, weight, bias, scale, grad, None if second is None else grad_sum, ctx.layer)
-    present = [None if t is None else g for t, g in zip((gate, weight, bias), grads[1:], strict=True)]
+    present = [None if t is None else g for t, g in zip((gate, weight, bias), grads[1:], strict=True)]  # empty: none
     return grads[0].to(first), None if second is None else grads[0].to(second), *present, None, None
 
 
-_normalise.register_autograd(_backward, setup_context=_setup)
+_normalise_backward = Operator(
+    "lightnet::norm_backward",
+    "(Tensor x, Tensor? gate, Tensor? weight, Tensor? bias, Tensor scale, Tensor grad, Tensor? grad_sum, bool layer)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _run_backward,
+    _fake_backward,
+)
+_normalise = Operator(
+    "lightnet::norm",
+    "(Tensor x, Tensor? residual, Tensor? gate, Tensor? weight, Tensor? bias, bool layer, float eps)"
+    " -> (Tensor, Tensor, Tensor)",
+    _run,
+    _fake,
+)
+_normalise.differentiable(_backward, _setup)

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .companions import choose_triton, kernels, on_device
+from .companions import choose_triton, kernels
+from .operators import Operator
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str = "auto") -> Tensor:
@@ -40,42 +41,26 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str = "auto") -> 
     return y.view(*gate.shape[:-1], y.shape[-1])
 
 
-@torch.library.custom_op("lightnet::swiglu", mutates_args=(), schema="(Tensor gate, Tensor? up) -> Tensor")
-def _swiglu(gate, up):
-    """[T, W] and [T, W], or [T, 2 W] alone, to [T, W]."""
-    with on_device(gate):
-        return kernels("triton_swiglu").forward(gate, up, _output(gate, up))
-
-
-@torch.library.custom_op(
-    "lightnet::swiglu_backward",
-    mutates_args=(),
-    schema="(Tensor gate, Tensor? up, Tensor grad) -> (Tensor, Tensor)",
-)
-def _swiglu_backward(gate, up, grad):
-    """Gradients of gate and up; with both in one tensor, of that, and nothing."""
-    with on_device(gate):
-        return kernels("triton_swiglu").backward(gate, up, grad, *_gradients(gate, up))
-
-
-def _output(gate: Tensor, up: Tensor | None) -> Tensor:
+def output_tensor(gate: Tensor, up: Tensor | None) -> Tensor:
+    """Empty, [T, W], for gate and up [T, W], or gate [T, 2 W] alone."""
     if up is None:
         return gate.new_empty(gate.shape[0], gate.shape[1] // 2)
     return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
 
 
-def _gradients(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), gate.new_empty(0) if up is None else up.new_empty(up.shape)
+def gradient_tensors(gate: Tensor, up: Tensor | None, _grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Empty, for the gradients of gate and up; with both in one tensor, of that, and None."""
+    return gate.new_empty(gate.shape), None if up is None else up.new_empty(up.shape)
 
 
-@_swiglu.register_fake
-def _(gate, up):
-    return _output(gate, up)
+def _run(gate: Tensor, up: Tensor | None) -> Tensor:
+    output: Tensor = kernels("triton_swiglu").forward(gate, up)
+    return output
 
 
-@_swiglu_backward.register_fake
-def _(gate, up, grad):
-    return _gradients(gate, up)
+def _run_backward(gate: Tensor, up: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    grads: tuple[Tensor, Tensor | None] = kernels("triton_swiglu").backward(gate, up, grad)
+    return grads
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -88,4 +73,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
     return grad_gate, None if up is None else grad_up
 
 
-_swiglu.register_autograd(_backward, setup_context=_setup)
+_swiglu_backward = Operator(
+    "lightnet::swiglu_backward",
+    "(Tensor gate, Tensor? up, Tensor grad) -> (Tensor, Tensor)",
+    _run_backward,
+    gradient_tensors,
+)
+_swiglu = Operator("lightnet::swiglu", "(Tensor gate, Tensor? up) -> Tensor", _run, output_tensor)
+_swiglu.differentiable(_backward, _setup)

@@ -18,9 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from . import triton_bidirectional as kernels
-from .companions import on_device
+from .operators import Operator
 from .state import ScanState, shift_state
 from .triton_launch import launch
+from .triton_replay import replayed
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -343,45 +344,43 @@ def _torque(where: _Where, parts: int) -> list[Optional]:
     )
 
 
-def _theta_grad(torques: list[Optional], theta: Optional, like: Tensor) -> Tensor:
+def _theta_grad(torques: list[Optional], theta: Optional) -> Optional:
     if theta is None:
-        return like.new_empty(0)
+        return None
     return torch.stack([x.sum(0) for x in torques if x is not None]).sum(0).to(theta.dtype)
 
 
-@torch.library.custom_op("lightnet::bidirectional_scan", mutates_args=())
-def scan_op(
+@replayed
+def _scan(
     query: Tensor, key: Tensor, value: Tensor, theta: Tensor | None, places: Tensor | None, mask: Tensor | None,
     bounds: Sequence[int] | None, activation: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Output, and for the backward pass maximum, mass and G of every sequence."""
     shape = _shape(query, key.shape[3], value.shape[3], theta)
     query, key, value = _rows(query), _rows(key), _rows(value)
-    with on_device(query):
-        where = _where(shape, theta, places, mask, bounds, query.device)
-        output = _empty(value, shape.V)
-        if not where.plan.fused:
-            peak, mass, state = _collect(key, value, where, True)
-            _launch("read_pieces", where, (query, output), (state,), SILU=activation)
-            return output, peak, mass, state
-        rest = where.plan.sequences, shape.heads
-        peak, mass = (torch.empty(*rest, shape.D, device=query.device) for _ in range(2))
-        state = torch.empty(*rest, shape.rows, shape.V, device=query.device, dtype=shape.operand)
-        _launch("fused_forward", where, (query, key, value, output), (peak, mass, state), SILU=activation)
+    where = _where(shape, theta, places, mask, bounds, query.device)
+    output = _empty(value, shape.V)
+    if not where.plan.fused:
+        peak, mass, state = _collect(key, value, where, True)
+        _launch("read_pieces", where, (query, output), (state,), SILU=activation)
+        return output, peak, mass, state
+    rest = where.plan.sequences, shape.heads
+    peak, mass = (torch.empty(*rest, shape.D, device=query.device) for _ in range(2))
+    state = torch.empty(*rest, shape.rows, shape.V, device=query.device, dtype=shape.operand)
+    _launch("fused_forward", where, (query, key, value, output), (peak, mass, state), SILU=activation)
     return output, peak, mass, state
 
 
-@scan_op.register_fake
-def _(
+def _fake_scan(
     query: Tensor, key: Tensor, value: Tensor, theta: Optional, places: Optional, mask: Optional,
     bounds: Sequence[int] | None, activation: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    peak, mass, state = _fake_states(key, value, theta, bounds)
+    peak, mass, state = _state_shapes(key, value, theta, bounds)
     dtype = torch.float32 if query.dtype == torch.float32 else torch.bfloat16
     return torch.empty_like(value, memory_format=torch.contiguous_format), peak, mass, state.to(dtype)
 
 
-def _fake_states(key: Tensor, value: Tensor, theta: Optional, bounds: Sequence[int] | None) -> tuple[Tensor, ...]:
+def _state_shapes(key: Tensor, value: Tensor, theta: Optional, bounds: Sequence[int] | None) -> tuple[Tensor, ...]:
     sequences = key.shape[0] if bounds is None else len(bounds) - 1
     heads, width = key.shape[2:]
     rows = width if theta is None else 2 * width
@@ -389,49 +388,47 @@ def _fake_states(key: Tensor, value: Tensor, theta: Optional, bounds: Sequence[i
     return vector, torch.empty_like(vector), vector.new_empty(sequences, heads, rows, value.shape[3])
 
 
-@torch.library.custom_op("lightnet::bidirectional_scan_backward", mutates_args=())
-def scan_backward_op(
+@replayed
+def _scan_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, peak: Tensor, mass: Tensor, state: Tensor,
     theta: Tensor | None, places: Tensor | None, mask: Tensor | None, bounds: Sequence[int] | None, activation: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     shape = _shape(query, key.shape[3], value.shape[3], theta)
     query, key, value, grad = _rows(query), _rows(key), _rows(value), _rows(grad)
-    with on_device(query):
-        where = _where(shape, theta, places, mask, bounds, query.device)
-        grad_query, grad_key, grad_value = _empty(query, shape.D), _empty(key, shape.D), _empty(value, shape.V)
-        grads = (grad_query, grad_key, grad_value)
-        if where.plan.fused:
-            torques = _torque(where, 1)
-            tensors = (query, key, value, grad, *grads)
-            _launch(
-                "fused_backward",
-                where,
-                tensors,
-                (peak, mass, state, torch.empty_like(state), torch.empty_like(peak), *torques),
-                SILU=activation,
-            )
-        else:
-            torques = _torque(where, 2)
-            parts = torch.empty(where.plan.pieces, *state.shape[1:], device=query.device)
-            _launch("read_grad_pieces", where, (query, grad, grad_query), (state, parts, torques[0]), SILU=activation)
-            grad_state, pressure = torch.empty_like(state), torch.empty_like(peak)
-            _merge("merge_grads", where, parts, state, grad_state, pressure)
-            others = (peak, mass, pressure, grad_state, torques[1])
-            _launch("weight_grad_pieces", where, (key, value, grad_key, grad_value), others, NORM=True)
-        return *grads, _theta_grad(torques, theta, peak)
+    where = _where(shape, theta, places, mask, bounds, query.device)
+    grad_query, grad_key, grad_value = _empty(query, shape.D), _empty(key, shape.D), _empty(value, shape.V)
+    grads = (grad_query, grad_key, grad_value)
+    if where.plan.fused:
+        torques = _torque(where, 1)
+        tensors = (query, key, value, grad, *grads)
+        _launch(
+            "fused_backward",
+            where,
+            tensors,
+            (peak, mass, state, torch.empty_like(state), torch.empty_like(peak), *torques),
+            SILU=activation,
+        )
+    else:
+        torques = _torque(where, 2)
+        parts = torch.empty(where.plan.pieces, *state.shape[1:], device=query.device)
+        _launch("read_grad_pieces", where, (query, grad, grad_query), (state, parts, torques[0]), SILU=activation)
+        grad_state, pressure = torch.empty_like(state), torch.empty_like(peak)
+        _merge("merge_grads", where, parts, state, grad_state, pressure)
+        others = (peak, mass, pressure, grad_state, torques[1])
+        _launch("weight_grad_pieces", where, (key, value, grad_key, grad_value), others, NORM=True)
+    return *grads, _theta_grad(torques, theta)
 
 
-@scan_backward_op.register_fake
-def _(
+def _fake_scan_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, peak: Tensor, mass: Tensor, state: Tensor,
     theta: Optional, places: Optional, mask: Optional, bounds: Sequence[int] | None, activation: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _fake_grads((query, key, value), theta, peak)
+) -> tuple[Optional, ...]:  # fmt: skip
+    return _fake_grads((query, key, value), theta)
 
 
-def _fake_grads(inputs: tuple[Tensor, ...], theta: Optional, like: Tensor) -> tuple[Tensor, ...]:
+def _fake_grads(inputs: tuple[Tensor, ...], theta: Optional) -> tuple[Optional, ...]:
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
-    return *grads, like.new_empty(0) if theta is None else theta.new_empty(theta.shape)
+    return *grads, None if theta is None else theta.new_empty(theta.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -440,56 +437,54 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _scan_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+def _backward_scan(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     *grads, theta = scan_backward_op(grad, *ctx.saved_tensors, ctx.bounds, ctx.activation)
     return (*grads, theta if ctx.needs_input_grad[3] else None, None, None, None, None)
 
 
-scan_op.register_autograd(_scan_backward, setup_context=_setup)
+scan_backward_op = Operator("lightnet::bidirectional_scan_backward", None, _scan_backward, _fake_scan_backward)
+scan_op = Operator("lightnet::bidirectional_scan", None, _scan, _fake_scan)
+scan_op.differentiable(_backward_scan, _setup)
 
 
-@torch.library.custom_op("lightnet::bidirectional_states", mutates_args=())
-def states_op(
+@replayed
+def _states(
     key: Tensor, value: Tensor, theta: Tensor | None, places: Tensor | None, mask: Tensor | None,
     bounds: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Maximum, mass and weighted values of every sequence's tokens, float32, angle 0 at place 0."""
     shape = _shape(key, key.shape[3], value.shape[3], theta)
     key, value = _rows(key), _rows(value)
-    with on_device(key):
-        return _collect(key, value, _where(shape, theta, places, mask, bounds, key.device, split=True), False)
+    return _collect(key, value, _where(shape, theta, places, mask, bounds, key.device, split=True), False)
 
 
-@states_op.register_fake
-def _(
+def _fake_states(
     key: Tensor, value: Tensor, theta: Optional, places: Optional, mask: Optional, bounds: Sequence[int] | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_states(key, value, theta, bounds)
+    return _state_shapes(key, value, theta, bounds)
 
 
-@torch.library.custom_op("lightnet::bidirectional_states_backward", mutates_args=())
-def states_backward_op(
+@replayed
+def _states_backward(
     grad_mass: Tensor, grad_kv: Tensor, key: Tensor, value: Tensor, peak: Tensor, theta: Tensor | None,
     places: Tensor | None, mask: Tensor | None, bounds: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shape = _shape(key, key.shape[3], value.shape[3], theta)
     key, value = _rows(key), _rows(value)
-    with on_device(key):
-        where = _where(shape, theta, places, mask, bounds, key.device, split=True)
-        grad_key, grad_value = _empty(key, shape.D), _empty(value, shape.V)
-        torques = _torque(where, 1)
-        # A state is sum_t e^(k_t - max) (1, v_t): what the whole scan subtracts as p is here -dmass.
-        others = (peak, None, -grad_mass.contiguous(), grad_kv.to(shape.operand).contiguous(), torques[0])
-        _launch("weight_grad_pieces", where, (key, value, grad_key, grad_value), others, NORM=False)
-        return grad_key, grad_value, _theta_grad(torques, theta, peak)
+    where = _where(shape, theta, places, mask, bounds, key.device, split=True)
+    grad_key, grad_value = _empty(key, shape.D), _empty(value, shape.V)
+    torques = _torque(where, 1)
+    # A state is sum_t e^(k_t - max) (1, v_t): what the whole scan subtracts as p is here -dmass.
+    others = (peak, None, -grad_mass.contiguous(), grad_kv.to(shape.operand).contiguous(), torques[0])
+    _launch("weight_grad_pieces", where, (key, value, grad_key, grad_value), others, NORM=False)
+    return grad_key, grad_value, _theta_grad(torques, theta)
 
 
-@states_backward_op.register_fake
-def _(
+def _fake_states_backward(
     grad_mass: Tensor, grad_kv: Tensor, key: Tensor, value: Tensor, peak: Tensor, theta: Optional,
     places: Optional, mask: Optional, bounds: Sequence[int] | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _fake_grads((key, value), theta, peak)
+) -> tuple[Optional, ...]:  # fmt: skip
+    return _fake_grads((key, value), theta)
 
 
 def _setup_states(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -498,63 +493,61 @@ def _setup_states(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     ctx.mark_non_differentiable(output[0])
 
 
-def _states_backward(ctx: Any, _: Any, grad_mass: Tensor, grad_kv: Tensor) -> tuple[Any, ...]:
+def _backward_states(ctx: Any, _: Any, grad_mass: Tensor, grad_kv: Tensor) -> tuple[Any, ...]:
     *grads, theta = states_backward_op(grad_mass, grad_kv, *ctx.saved_tensors, ctx.bounds)
     return (*grads, theta if ctx.needs_input_grad[2] else None, None, None, None)
 
 
-states_op.register_autograd(_states_backward, setup_context=_setup_states)
+states_backward_op = Operator("lightnet::bidirectional_states_backward", None, _states_backward, _fake_states_backward)
+states_op = Operator("lightnet::bidirectional_states", None, _states, _fake_states)
+states_op.differentiable(_backward_states, _setup_states)
 
 
-@torch.library.custom_op("lightnet::bidirectional_read", mutates_args=())
-def read_op(
+@replayed
+def _read(
     query: Tensor, state: Tensor, theta: Tensor | None, places: Tensor | None, mask: Tensor | None,
     bounds: Sequence[int] | None, activation: bool,
 ) -> Tensor:  # fmt: skip
     """phi(q) read from G [sequences, H, D or 2D, Dv] float32."""
     shape = _shape(query, query.shape[3], state.shape[3], theta)
     query = _rows(query)
-    with on_device(query):
-        where = _where(shape, theta, places, mask, bounds, query.device, split=True)
-        output = _empty(query, shape.V)
-        _launch("read_pieces", where, (query, output), (state.to(shape.operand).contiguous(),), SILU=activation)
+    where = _where(shape, theta, places, mask, bounds, query.device, split=True)
+    output = _empty(query, shape.V)
+    _launch("read_pieces", where, (query, output), (state.to(shape.operand).contiguous(),), SILU=activation)
     return output
 
 
-@read_op.register_fake
-def _(
+def _fake_read(
     query: Tensor, state: Tensor, theta: Optional, places: Optional, mask: Optional, bounds: Sequence[int] | None,
     activation: bool,
 ) -> Tensor:  # fmt: skip
     return query.new_empty(*query.shape[:3], state.shape[3])
 
 
-@torch.library.custom_op("lightnet::bidirectional_read_backward", mutates_args=())
-def read_backward_op(
+@replayed
+def _read_backward(
     grad: Tensor, query: Tensor, state: Tensor, theta: Tensor | None, places: Tensor | None, mask: Tensor | None,
     bounds: Sequence[int] | None, activation: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shape = _shape(query, query.shape[3], state.shape[3], theta)
     query, grad = _rows(query), _rows(grad)
-    with on_device(query):
-        where = _where(shape, theta, places, mask, bounds, query.device, split=True)
-        grad_query = _empty(query, shape.D)
-        torques = _torque(where, 1)
-        held = state.to(shape.operand).contiguous()
-        parts = torch.empty(where.plan.pieces, *state.shape[1:], device=query.device)
-        _launch("read_grad_pieces", where, (query, grad, grad_query), (held, parts, torques[0]), SILU=activation)
-        grad_state = torch.empty(state.shape, device=query.device)
-        pressure = torch.empty(*state.shape[:2], shape.D, device=query.device)
-        _merge("merge_grads", where, parts, held, grad_state, pressure)
-        return grad_query, grad_state.to(state.dtype), _theta_grad(torques, theta, pressure)
+    where = _where(shape, theta, places, mask, bounds, query.device, split=True)
+    grad_query = _empty(query, shape.D)
+    torques = _torque(where, 1)
+    held = state.to(shape.operand).contiguous()
+    parts = torch.empty(where.plan.pieces, *state.shape[1:], device=query.device)
+    _launch("read_grad_pieces", where, (query, grad, grad_query), (held, parts, torques[0]), SILU=activation)
+    grad_state = torch.empty(state.shape, device=query.device)
+    pressure = torch.empty(*state.shape[:2], shape.D, device=query.device)
+    _merge("merge_grads", where, parts, held, grad_state, pressure)
+    return grad_query, grad_state.to(state.dtype), _theta_grad(torques, theta)
 
 
-@read_backward_op.register_fake
-def _(
+def _fake_read_backward(
     grad: Tensor, query: Tensor, state: Tensor, theta: Optional, places: Optional, mask: Optional,
     bounds: Sequence[int] | None, activation: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _fake_grads((query, state), theta, state)
+) -> tuple[Optional, ...]:  # fmt: skip
+    return _fake_grads((query, state), theta)
 
 
 def _setup_read(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -562,9 +555,11 @@ def _setup_read(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(query, state, theta, places, mask)
 
 
-def _read_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward_read(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     *grads, theta = read_backward_op(grad, *ctx.saved_tensors, ctx.bounds, ctx.activation)
     return (*grads, theta if ctx.needs_input_grad[2] else None, None, None, None, None)
 
 
-read_op.register_autograd(_read_backward, setup_context=_setup_read)
+read_backward_op = Operator("lightnet::bidirectional_read_backward", None, _read_backward, _fake_read_backward)
+read_op = Operator("lightnet::bidirectional_read", None, _read, _fake_read)
+read_op.differentiable(_backward_read, _setup_read)

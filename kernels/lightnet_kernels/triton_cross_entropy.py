@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import triton_parts  # noqa: F401  (mends Triton's interpreter)
+from .triton_launch import launch
 
 BLOCK = 8192  # logits read at a time by a row's program
 ROWS, COLUMNS = 4, 1024  # tile of the gradient
@@ -62,7 +63,7 @@ def gradient_in_place(
 def statistics(logits: Tensor, labels: Tensor, start: int, valid: int) -> tuple[Tensor, Tensor, Tensor]:
     """As `linear_cross_entropy._statistics`."""
     peak, mass, target = torch.empty(3, logits.shape[0], dtype=torch.float32, device=logits.device).unbind(0)
-    row_statistics[(logits.shape[0],)](
+    launch(row_statistics, (logits.shape[0],))(
         logits, labels, peak, mass, target, logits.stride(0), start, valid, logits.shape[1], BLOCK=BLOCK, num_warps=8
     )
     return peak, mass, target
@@ -71,7 +72,7 @@ def statistics(logits: Tensor, labels: Tensor, start: int, valid: int) -> tuple[
 def to_gradient(logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, start: int, valid: int) -> None:
     """As `linear_cross_entropy._to_gradient`, with contiguous vectors."""
     rows, width = logits.shape
-    gradient_in_place[(triton.cdiv(rows, ROWS), triton.cdiv(width, COLUMNS))](
+    launch(gradient_in_place, (triton.cdiv(rows, ROWS), triton.cdiv(width, COLUMNS)))(
         logits, labels, lse, grad, logits.stride(0), start, valid, rows, width,
         ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .companions import on_device
 from .state import ToeplitzState
+from .triton_launch import launch
 from .triton_parts import activated
 
 BLOCK = tl.constexpr(64)  # decode.BLOCK
@@ -240,12 +241,12 @@ def decode_step(state: Any, query: Tensor, key: Tensor, value: Tensor, silu: boo
     # Few heads in all: their values are cut up, so that all of the card reads.
     part = min(padded, 128 if batch * heads >= 512 else 32)
     with on_device(query):
-        block_weights[(batch * heads, parts)](
+        launch(block_weights, (batch * heads, parts))(
             query, key, state.max, state.sum, state.kv, state.sum_low, state.kv_low, state.keys, state.values, state.count,
             slot, weights, state.angles, state.turn, *query.stride()[:2], *key.stride()[:2], heads,
             D=features, V=width, DB=FEATURES, VB=min(padded, 32), LRPE=state.angles is not None, SILU=silu, num_warps=4,
         )  # fmt: skip
-        read_state[(batch * heads, triton.cdiv(width, part))](
+        launch(read_state, (batch * heads, triton.cdiv(width, part)))(
             key, value, output, state.kv, state.keys, state.values, state.count, state.length, slot, weights,
             *key.stride()[:2], *value.stride()[:2], heads, D=features, DP=triton.next_power_of_2(features),
             ROWS=rows, PARTS=parts, V=width, RB=4096 // part, VB=part, num_warps=4,
@@ -261,7 +262,7 @@ def toeplitz_step(state: ToeplitzState, x: Tensor, decay: Tensor, gain: Tensor) 
         return y
     together = 4 if batch * channels >= 2**15 else 1  # sequences for which a program loads its parameters once
     with on_device(x):
-        toeplitz_token[(triton.cdiv(channels, 16), triton.cdiv(batch, together))](
+        launch(toeplitz_token, (triton.cdiv(channels, 16), triton.cdiv(batch, together)))(
             state.hidden, state.length, x, decay.float().contiguous(), gain.float().contiguous(), y, *x.stride(),
             batch, channels, E=rank, EP=triton.next_power_of_2(rank), BD=16, NB=together, num_warps=4,
         )  # fmt: skip

@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 from triton.runtime._async_compile import AsyncCompileMode, active_mode
+
+from .triton_replay import active
 
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
@@ -62,27 +65,57 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         if kernels is not None:
             kernels.append(kernel.warmup(*arguments, grid=grid, **constants))
             return
-        device: Any = None
-        values, kinds = [], []
-        for x in arguments:
-            if isinstance(x, Tensor):
-                device = device or x.device
-                x, dtype = x.data_ptr(), x.dtype  # an address: Triton would ask the driver what a tensor's is
-                kinds.append(dtype if x & 15 == 0 else (dtype, "unaligned"))
-            else:
-                kinds.append(_small(x))
-            values.append(x)
-        key = (kernel, device, *kinds, *constants.items())
-        known = _compiled.get(key)
-        if known is None or getattr(knobs.runtime.launch_enter_hook, "calls", None):  # a profiler's hooks
-            compiled = kernel[grid](*arguments, **constants)
-            if hasattr(compiled, "packed_metadata"):  # not under the interpreter
-                rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-                _compiled[key] = compiled, rest
+        tape = active()
+        if tape is None:
+            _start(kernel, grid, arguments, constants)
             return
-        compiled, rest = known
-        x, y, z = (*grid, 1, 1)[:3]
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *rest)
+        with _disable_current_modes():
+            tape.launched(*_start(kernel, grid, arguments, constants))
 
     return start
+
+
+def _start(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> tuple[Callable[..., None], tuple[int, ...], tuple[Any, ...], tuple[Any, ...] | None]:
+    """Starts the kernel and returns what would start it again: see `Tape.launched`."""
+    device: Any = None
+    values, kinds = [], []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            device = device or x.device
+            x, dtype = x.data_ptr(), x.dtype  # an address: Triton would ask the driver what a tensor's is
+            kinds.append(dtype if x & 15 == 0 else (dtype, "unaligned"))
+        else:
+            kinds.append(_small(x))
+        values.append(x)
+    key = (kernel, device, *kinds, *constants.items())
+    known = _compiled.get(key)
+    if known is None or getattr(knobs.runtime.launch_enter_hook, "calls", None):  # a profiler's hooks
+        compiled = kernel[grid](*arguments, **constants)
+        if not hasattr(compiled, "packed_metadata"):  # under the interpreter, which takes tensors
+            return lambda to, _stream, given, _rest: kernel[to](*given, **constants), grid, arguments, None
+        known = _compiled[key] = (
+            _starter(compiled),
+            tuple(constants[name] for name in kernel.arg_names[len(arguments) :]),
+        )
+    else:
+        known[0]((*grid, 1, 1)[:3], torch._C._cuda_getCurrentRawStream(device.index), values, known[1])
+    return known[0], grid, arguments, known[1]
+
+
+def _starter(compiled: Any) -> Callable[..., None]:
+    """A compiled kernel's launcher: (grid, stream, values, constants)."""
+    launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1):
+
+        def scratch(grid: Any, stream: int, values: Any, rest: Any) -> None:
+            launcher(*grid, stream, function, metadata, None, None, None, *values, *rest)
+
+        return scratch
+    start, cooperative, dependent = launcher.launch, launcher.launch_cooperative_grid, launcher.launch_pdl
+
+    def plain(grid: Any, stream: int, values: Any, rest: Any) -> None:
+        start(*grid, stream, function, cooperative, dependent, None, None, metadata, None, None, None, *values, *rest)
+
+    return plain

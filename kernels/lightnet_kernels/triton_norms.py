@@ -16,6 +16,7 @@ from torch import Tensor
 from . import triton_parts  # noqa: F401  (mends Triton's interpreter)
 from .norms import output_tensors
 from .triton_launch import launch
+from .triton_replay import replayed
 
 TILE = 4096  # elements of a tile
 PROGRAMS = 528  # that share the tokens where weights have gradients: four for each of an H100's multiprocessors
@@ -147,6 +148,7 @@ def _packed(*tensors: Tensor | None) -> bool:
     return all(x is None or x.shape[1] == 1 or x.stride(1) == x.shape[2] for x in tensors)
 
 
+@replayed
 def forward(
     x: Tensor,
     residual: Tensor | None,
@@ -155,8 +157,8 @@ def forward(
     bias: Tensor | None,
     layer: bool,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, G, W] inputs of any strides, contiguous weights [G * W]; returns what `norms._normalise` does."""
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """[T, G, W] inputs of any strides, contiguous weights [G * W]; returns what `norms._run` does."""
     y, total, scale = output_tensors(x, residual, gate)
     tokens, groups, width = x.shape
     rows, tile = tokens * groups, _tile(groups, width)
@@ -169,6 +171,7 @@ def forward(
     return y, total, scale
 
 
+@replayed
 def backward(
     x: Tensor,
     gate: Tensor | None,
@@ -178,26 +181,27 @@ def backward(
     grad: Tensor,
     grad_sum: Tensor | None,
     layer: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of (x, gate, weight, bias), empty where there is none; `x` is the sum, `grad_sum` its gradient."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of (x, gate, weight, bias), None where there is none; `x` is the sum, `grad_sum` its gradient."""
     tokens, groups, width = x.shape
     grad_x = x.new_empty(x.shape)
-    grad_gate = x.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+    grad_gate = None if gate is None else gate.new_empty(gate.shape)
     tile = _tile(groups, width, weight is not None)
     blocks = triton.cdiv(tokens, tile["ROWS"])
     programs = min(blocks, triton.cdiv(PROGRAMS, groups))
-    sums = x.new_empty(
-        (0 if weight is None else 1 if bias is None else 2, programs, groups * width), dtype=torch.float32
-    )
+    count = (weight is not None) + (bias is not None)
+    sums = x.new_empty((count, programs, groups * width), dtype=torch.float32) if count else None
+    first, second = (None, None) if sums is None else (sums[0], sums[-1])
     if blocks:
         grid = (triton.cdiv(tokens * groups, tile["ROWS"]), 1) if weight is None else (groups, programs)
         launch(norm_backward, grid)(
-            x, gate, weight, bias, scale, grad, grad_sum, grad_x, grad_gate, sums[:1], sums[1:], tokens,
+            x, gate, weight, bias, scale, grad, grad_sum, grad_x, grad_gate, first, second, tokens,
             *_strides(x, gate, grad, grad_sum), **tile, PACKED=_packed(x, gate, grad, grad_sum), LAYER=layer,
             RESIDUAL=grad_sum is not None, GATE=gate is not None, WEIGHT=weight is not None, BIAS=bias is not None,
         )  # fmt: skip
+    if sums is None or weight is None:
+        return grad_x, grad_gate, None, None
     totals = sums.sum(1)
     # The results of an operator share no memory.
-    grad_weight = x.new_empty(0) if weight is None else totals[0].to(weight.dtype, copy=True)
-    grad_bias = x.new_empty(0) if bias is None else totals[1].to(bias.dtype, copy=True)
-    return grad_x, grad_gate, grad_weight, grad_bias
+    grad_bias = None if bias is None else totals[1].to(bias.dtype, copy=True)
+    return grad_x, grad_gate, totals[0].to(weight.dtype, copy=True), grad_bias

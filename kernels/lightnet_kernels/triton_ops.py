@@ -7,18 +7,17 @@ returns tensors only: what is not asked for comes back empty.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import triton_bidirectional_scan, triton_scan
 from .checks import check_cu_seqlens
-from .companions import on_device
+from .operators import Operator
 from .state import ScanState
 from .triton_launch import compiled_together
+from .triton_replay import replayed
 
 OPTIONAL = "Tensor? theta, Tensor? initial_max, Tensor? initial_sum, Tensor? initial_kv, Tensor? cu_seqlens"
 FORWARD = f"(Tensor query, Tensor key, Tensor value, {OPTIONAL}, bool silu, bool return_state)"
@@ -48,24 +47,23 @@ def _forward(
     query: Any, key: Any, value: Any, theta: Any, initial_max: Any, initial_sum: Any, initial_kv: Any,
     cu_seqlens: Any, silu: bool, return_state: bool,
 ) -> Any:  # fmt: skip
+    bounds = _bounds(cu_seqlens, query)
+    return _run_forward(query, key, value, theta, initial_max, initial_sum, initial_kv, bounds, silu, return_state)
+
+
+@replayed
+def _run_forward(query, key, value, theta, initial_max, initial_sum, initial_kv, bounds, silu, return_state):
     arguments = (
         query, key, value, None if theta is None else theta.contiguous(),
-        _group(initial_max, initial_sum, initial_kv), _bounds(cu_seqlens, query), silu, return_state,
+        _group(initial_max, initial_sum, initial_kv), bounds, silu, return_state,
     )  # fmt: skip
-    with on_device(query):
-        compiled_together(("forward", *_case(query, value, *arguments[3:5], silu, return_state)), query.device,
-                          lambda: triton_scan.forward(*arguments))  # fmt: skip
-        output, state, found = triton_scan.forward(*arguments)
-    return tuple(query.new_empty(0) if x is None else x for x in (output, *(state or (None,) * 3), *found))
+    compiled_together(("forward", *_case(query, value, *arguments[3:5], silu, return_state)), query.device,
+                      lambda: triton_scan.forward(*arguments))  # fmt: skip
+    output, state, found = triton_scan.forward(*arguments)
+    return output, *(state or (None,) * 3), *found
 
 
-causal_scan_op = torch.library.custom_op(
-    "lightnet::causal_scan", _forward, mutates_args=(), schema=f"{FORWARD} -> ({', '.join(['Tensor'] * 12)})"
-)
-
-
-@causal_scan_op.register_fake
-def _(query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, silu, return_state):
+def _fake_forward(query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, silu, return_state):
     shape = triton_scan.shape_of(query, value, theta, silu)
     batch, tokens = query.shape[:2]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -75,66 +73,65 @@ def _(query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens
         blocks = torch.library.get_ctx().new_dynamic_size()
     output = torch.empty_like(value, memory_format=torch.contiguous_format)
     state = triton_scan.empty_states(shape, sequences, query.device) if return_state else (None,) * 3
-    found = triton_scan.empty_blocks(shape, blocks, query.device)
-    return tuple(query.new_empty(0) if x is None else x for x in (output, *state, *found))
+    return output, *state, *triton_scan.empty_blocks(shape, blocks, query.device)
+
+
+causal_scan_op = Operator(
+    "lightnet::causal_scan", f"{FORWARD} -> ({', '.join(['Tensor'] * 12)})", _forward, _fake_forward
+)
 
 
 def _gradients(
     grad: Any, query: Any, key: Any, value: Any, theta: Any, initial_max: Any, initial_sum: Any, initial_kv: Any,
-    cu_seqlens: Any, kv: Any, enter: Any, leave: Any, mass: Any, flag: Any, cos: Any, sin: Any, turn: Any,
-    final_max: Any, final_kv: Any, grad_sum: Any, grad_kv: Any, silu: bool,
+    cu_seqlens: Any, *others: Any,
 ) -> Any:  # fmt: skip
+    bounds = _bounds(cu_seqlens, query)
+    return _run_gradients(grad, query, key, value, theta, initial_max, initial_sum, initial_kv, bounds, *others)
+
+
+@replayed
+def _run_gradients(
+    grad, query, key, value, theta, initial_max, initial_sum, initial_kv, bounds, kv, enter, leave, mass, flag, cos, sin,
+    turn, final_max, final_kv, grad_sum, grad_kv, silu,
+):  # fmt: skip
     final = _group(final_max, final_kv, grad_sum, grad_kv)
     arguments = (
         grad, query, key, value, None if theta is None else theta.contiguous(),
-        _group(initial_max, initial_sum, initial_kv), _bounds(cu_seqlens, query), silu,
+        _group(initial_max, initial_sum, initial_kv), bounds, silu,
         triton_scan.Blocks(kv, enter, leave, mass, flag, cos, sin, turn),
         None if final is None else triton_scan.StateGrads(*final),
     )  # fmt: skip
-    with on_device(query):
-        compiled_together(("backward", *_case(query, value, *arguments[4:6], silu, final is None)), query.device,
-                          lambda: triton_scan.backward(*arguments))  # fmt: skip
-        grads = triton_scan.backward(*arguments)
-    return tuple(query.new_empty(0, dtype=torch.float32) if x is None else x for x in grads)
+    compiled_together(("backward", *_case(query, value, *arguments[4:6], silu, final is None)), query.device,
+                      lambda: triton_scan.backward(*arguments))  # fmt: skip
+    return triton_scan.backward(*arguments)
 
 
-causal_scan_backward_op = torch.library.custom_op(
-    "lightnet::causal_scan_backward",
-    _gradients,
-    mutates_args=(),
-    schema=f"{BACKWARD} -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-@causal_scan_backward_op.register_fake
-def _(
-    grad, query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, kv, enter, leave, mass, flag, cos,
-    sin, turn, final_max, final_kv, grad_sum, grad_kv, silu,
-):  # fmt: skip
+def _fake_gradients(grad, query, key, value, theta, initial_max, initial_sum, initial_kv, *_):
     plain = {"memory_format": torch.contiguous_format}
-    grads = [torch.empty_like(x, **plain) for x in (query, key, value)]
-    others = [theta, initial_sum, initial_kv]
-    return *grads, *(
-        query.new_empty(0, dtype=torch.float32) if x is None else torch.empty_like(x, **plain) for x in others
+    return tuple(
+        None if x is None else torch.empty_like(x, **plain) for x in (query, key, value, theta, initial_sum, initial_kv)
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+causal_scan_backward_op = Operator(
+    "lightnet::causal_scan_backward",
+    f"{BACKWARD} -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _gradients,
+    _fake_gradients,
+)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
     *tensors, silu, return_state = inputs
     ctx.silu, ctx.return_state = silu, return_state
     found = output[4:] if tensors[3] is not None else (*output[4:9], None, None, None)
     ctx.save_for_backward(*tensors, *found, *((output[1], output[3]) if return_state else (None, None)))
+    ctx.mark_non_differentiable(*[x for x in (output[1], *output[4:]) if x is not None])
     ctx.set_materialize_grads(False)
 
 
 def _backward(
-    ctx: Any,
-    grad: Tensor | None,
-    _max: Any,
-    grad_sum: Tensor | None,
-    grad_kv: Any,
-    *_found: Any,
-    gradients: Callable[..., Any] = causal_scan_backward_op,
+    ctx: Any, grad: Tensor | None, _max: Any, grad_sum: Tensor | None, grad_kv: Tensor | None, *_found: Any
 ) -> Any:
     saved = ctx.saved_tensors
     query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens = saved[:8]
@@ -146,7 +143,7 @@ def _backward(
         grad_sum = torch.zeros_like(final_max) if grad_sum is None else grad_sum
         grad_kv = torch.zeros_like(final_kv) if grad_kv is None else grad_kv
         final = [final_max, final_kv, grad_sum, grad_kv]
-    *grads, of_theta, of_sum, of_kv = gradients(
+    *grads, of_theta, of_sum, of_kv = causal_scan_backward_op(
         grad, query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, *found, *final, ctx.silu
     )
     theta_grad = None if theta is None else of_theta
@@ -154,23 +151,7 @@ def _backward(
     return *grads, theta_grad, *states, None, None, None
 
 
-causal_scan_op.register_autograd(_backward, setup_context=_save)
-
-
-class _Eager(torch.autograd.Function):
-    """The operator without its dispatch, which costs the host more than the kernels' launches."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = _forward(*inputs)
-        ctx.mark_non_differentiable(output[1], *output[4:])
-        _save(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _backward(ctx, *grads, gradients=_gradients)
+causal_scan_op.differentiable(_backward, _save)
 
 
 def causal_scan(
@@ -187,8 +168,7 @@ def causal_scan(
     """See `scan.additive_scan`; inputs keep their dtype."""
     start = [None] * 3 if initial is None else [initial.max.detach().float(), initial.sum.float(), initial.kv.float()]
     theta = None if theta is None else theta.float()
-    scan = causal_scan_op if torch.compiler.is_compiling() else _Eager.apply
-    output, *state = scan(  # and what the backward pass needs
+    output, *state = causal_scan_op(  # and what the backward pass needs
         query, key, value, theta, *start, cu_seqlens, activation, return_state
     )
     if not return_state:

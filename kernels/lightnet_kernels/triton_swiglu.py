@@ -7,7 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import triton_parts  # noqa: F401  (mends Triton's interpreter)
+from .swiglu import gradient_tensors, output_tensor
 from .triton_launch import launch
+from .triton_replay import replayed
 
 TILE = 4096
 
@@ -65,8 +67,10 @@ def _one_row(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.view(1, -1) for x in tensors) if plain and tensors[0].shape[1] % 16 else tensors
 
 
-def forward(gate: Tensor, up: Tensor | None, y: Tensor) -> Tensor:
-    """Fill and return y; shapes as in `swiglu._swiglu`."""
+@replayed
+def forward(gate: Tensor, up: Tensor | None) -> Tensor:
+    """As `swiglu.output_tensor`, filled."""
+    y = output_tensor(gate, up)
     if y.numel():
         one, two, out = _one_row(*(_halves(gate) if up is None else (gate, up)), y)
         grid, tile = _launch(*out.shape)
@@ -74,13 +78,13 @@ def forward(gate: Tensor, up: Tensor | None, y: Tensor) -> Tensor:
     return y
 
 
-def backward(
-    gate: Tensor, up: Tensor | None, grad: Tensor, grad_gate: Tensor, grad_up: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Fill and return the two gradients."""
+@replayed
+def backward(gate: Tensor, up: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    """As `swiglu.gradient_tensors`, filled."""
+    grad_gate, grad_up = gradient_tensors(gate, up, grad)
     if grad.numel():
         inputs = _halves(gate) if up is None else (gate, up)
-        outputs = _halves(grad_gate) if up is None else (grad_gate, grad_up)
+        outputs = _halves(grad_gate) if grad_up is None else (grad_gate, grad_up)
         one, two, upstream, grad_one, grad_two = _one_row(*inputs, grad, *outputs)
         grid, tile = _launch(*upstream.shape)
         launch(swiglu_backward, grid)(

@@ -15,9 +15,11 @@ import triton
 from torch import Tensor
 
 from . import triton_toeplitz_kernels as kernels
-from .companions import on_device
+from .operators import Operator
 from .state import ToeplitzState
 from .toeplitz_torch import decay_powers
+from .triton_launch import launch
+from .triton_replay import replayed
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHUNK = 64  # C, tokens in a row
@@ -140,7 +142,7 @@ def _constants(decay: Tensor, gain: Tensor) -> _Constants:
     log_decay, gain = double.log2().float().contiguous(), gain.contiguous()
     taps = torch.empty(channels, CHUNK, device=decay.device)
     if channels:
-        kernels.sum_taps[(channels,)](log_decay, gain, taps, **sizes, num_warps=4)
+        launch(kernels.sum_taps, (channels,))(log_decay, gain, taps, **sizes, num_warps=4)
     return _Constants(log_decay, (double**CHUNK).float(), gain, taps, sizes)
 
 
@@ -152,7 +154,7 @@ def _pack(x: Tensor, rows: Tensor, reverse: bool) -> Tensor:
     packed = torch.empty(channels, count, CHUNK, dtype=x.dtype, device=x.device)
     if x.stride(2) != 1:
         x = x.contiguous()
-    kernels.pack_channels[(count, triton.cdiv(channels, CHANNELS))](
+    launch(kernels.pack_channels, (count, triton.cdiv(channels, CHANNELS)))(
         x, packed, rows, x.stride(0), x.stride(1), count, channels,
         REVERSE=reverse, C=CHUNK, BD=CHANNELS, num_warps=4,
     )  # fmt: skip
@@ -162,14 +164,14 @@ def _pack(x: Tensor, rows: Tensor, reverse: bool) -> Tensor:
 def _unpack(packed: Tensor, x: Tensor, rows: Tensor, reverse: bool) -> None:
     """Into x, contiguous."""
     channels, count = x.shape[2], rows.shape[0]
-    kernels.unpack_channels[(count, triton.cdiv(channels, CHANNELS))](
+    launch(kernels.unpack_channels, (count, triton.cdiv(channels, CHANNELS)))(
         packed, x, rows, x.stride(0), x.stride(1), count, channels,
         REVERSE=reverse, C=CHUNK, BD=CHANNELS, num_warps=4,
     )  # fmt: skip
 
 
-@torch.library.custom_op("lightnet_kernels::toeplitz_rows", mutates_args=())
-def toeplitz_rows(
+@replayed
+def _rows(
     x: Tensor,
     decay: Tensor,
     gain: Tensor,
@@ -191,22 +193,20 @@ def toeplitz_rows(
         last.zero_() if initial is None else last.copy_(initial)
     if not count or not channels:
         return y, last, carry
-    with on_device(x):
-        constants = _constants(decay, gain)
-        packed = _pack(x, rows, reverse)
-        out = torch.empty_like(packed) if need_output else packed
-        kernels.scan_channels[(channels,)](
-            packed, out, rows, constants.log_decay, constants.full, constants.gain, constants.taps,
-            None if initial is None else initial.contiguous(), carry, last, count, channels,
-            OUTPUT=need_output, INITIAL=initial is not None, FINAL=need_last, CENTRE=not reverse, num_warps=4,
-            **constants.dots(x.dtype),
-        )  # fmt: skip
-        if need_output:
-            _unpack(out, y, rows, reverse)
+    constants = _constants(decay, gain)
+    packed = _pack(x, rows, reverse)
+    out = torch.empty_like(packed) if need_output else packed
+    launch(kernels.scan_channels, (channels,))(
+        packed, out, rows, constants.log_decay, constants.full, constants.gain, constants.taps,
+        None if initial is None else initial.contiguous(), carry, last, count, channels,
+        OUTPUT=need_output, INITIAL=initial is not None, FINAL=need_last, CENTRE=not reverse, num_warps=4,
+        **constants.dots(x.dtype),
+    )  # fmt: skip
+    if need_output:
+        _unpack(out, y, rows, reverse)
     return y, last, carry
 
 
-@toeplitz_rows.register_fake
 def _outputs_of_toeplitz_rows(
     x: Tensor,
     decay: Tensor,
@@ -237,8 +237,8 @@ def _outputs(
     )
 
 
-@torch.library.custom_op("lightnet_kernels::toeplitz_rows_backward", mutates_args=())
-def toeplitz_rows_backward(
+@replayed
+def _rows_backward(
     grad: Tensor,
     grad_last: Tensor | None,
     x: Tensor,
@@ -258,34 +258,32 @@ def toeplitz_rows_backward(
         grad_initial.zero_() if grad_last is None else grad_initial.copy_(grad_last)
     if not count or not channels:
         return grad_x, grad_decay.zero_(), grad_gain.zero_(), grad_initial
-    with on_device(x):
-        constants = _constants(decay, gain)
-        packed, grad_packed = _pack(x, rows, reverse), _pack(grad, rows, reverse)
-        grad_rows = torch.empty_like(packed)
-        grad_toeplitz = torch.empty(channels, CHUNK, CHUNK, device=x.device)
-        states = {"INITIAL": initial is not None, "FINAL": grad_last is not None, **constants.dots(x.dtype)}
-        initial = None if initial is None else initial.contiguous()
-        grad_last = None if grad_last is None else grad_last.contiguous()
-        kernels.scan_input_grads[(channels,)](
-            grad_packed, grad_rows, rows, constants.log_decay, constants.full, constants.gain, constants.taps,
-            grad_last, grad_initial, count, channels, CENTRE=not reverse, num_warps=4, **states,
-        )  # fmt: skip
-        kernels.scan_parameter_grads[(channels,)](
-            packed, grad_packed, rows, constants.log_decay, constants.full, constants.gain, initial, carry, grad_last,
-            grad_decay, grad_gain, count, channels, num_warps=4, **states,
-        )  # fmt: skip
-        kernels.toeplitz_grads[(channels,)](
-            packed, grad_packed, grad_toeplitz, count, C=CHUNK, M=TILE, PREC=states["PREC"], num_warps=4, num_stages=2
-        )
-        kernels.add_tap_grads[(channels,)](
-            grad_toeplitz, constants.log_decay, constants.gain, grad_decay, grad_gain,
-            CENTRE=not reverse, **constants.rank, num_warps=4,
-        )  # fmt: skip
-        _unpack(grad_rows, grad_x, rows, reverse)
+    constants = _constants(decay, gain)
+    packed, grad_packed = _pack(x, rows, reverse), _pack(grad, rows, reverse)
+    grad_rows = torch.empty_like(packed)
+    grad_toeplitz = torch.empty(channels, CHUNK, CHUNK, device=x.device)
+    states = {"INITIAL": initial is not None, "FINAL": grad_last is not None, **constants.dots(x.dtype)}
+    initial = None if initial is None else initial.contiguous()
+    grad_last = None if grad_last is None else grad_last.contiguous()
+    launch(kernels.scan_input_grads, (channels,))(
+        grad_packed, grad_rows, rows, constants.log_decay, constants.full, constants.gain, constants.taps,
+        grad_last, grad_initial, count, channels, CENTRE=not reverse, num_warps=4, **states,
+    )  # fmt: skip
+    launch(kernels.scan_parameter_grads, (channels,))(
+        packed, grad_packed, rows, constants.log_decay, constants.full, constants.gain, initial, carry, grad_last,
+        grad_decay, grad_gain, count, channels, num_warps=4, **states,
+    )  # fmt: skip
+    launch(kernels.toeplitz_grads, (channels,))(
+        packed, grad_packed, grad_toeplitz, count, C=CHUNK, M=TILE, PREC=states["PREC"], num_warps=4, num_stages=2
+    )
+    launch(kernels.add_tap_grads, (channels,))(
+        grad_toeplitz, constants.log_decay, constants.gain, grad_decay, grad_gain,
+        CENTRE=not reverse, **constants.rank, num_warps=4,
+    )  # fmt: skip
+    _unpack(grad_rows, grad_x, rows, reverse)
     return grad_x, grad_decay, grad_gain, grad_initial
 
 
-@toeplitz_rows_backward.register_fake
 def _outputs_of_backward(
     grad: Tensor,
     grad_last: Tensor | None,
@@ -323,4 +321,8 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return grad_x, grad_decay, grad_gain, None if initial is None else grad_initial, *[None] * 4
 
 
-toeplitz_rows.register_autograd(_backward, setup_context=_setup)
+toeplitz_rows_backward = Operator(
+    "lightnet_kernels::toeplitz_rows_backward", None, _rows_backward, _outputs_of_backward
+)
+toeplitz_rows = Operator("lightnet_kernels::toeplitz_rows", None, _rows, _outputs_of_toeplitz_rows)
+toeplitz_rows.differentiable(_backward, _setup)

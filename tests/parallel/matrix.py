@@ -1,6 +1,7 @@
 """The parity matrix: every layout gives the run of one process (law 3 of a run).
 
-    python -m tests.parallel.matrix [--ranks N] [--only TEXT ...] [--random N [--seed S]] [--output FILE]
+    python -m tests.parallel.matrix [--ranks N] [--only TEXT ...] [--random N [--seed S]] [--jobs N]
+                                  [--output FILE]
 
 trains each layout for 20 steps beside one process and prints losses' and gradient norms' differences; exit status 1 on a
 miss. Ranks are forks of one process on CPUs, and a process each on GPUs (NCCL), where layouts that need more GPUs than
@@ -15,10 +16,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import platform
 import sys
 import tempfile
+import threading
 import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -240,22 +245,23 @@ class Matrix:
     def __init__(self, ranks: SpawnedRanks, config: Path, folder: Path):
         self.ranks, self.config, self.folder = ranks, config, folder
         self.known: dict[tuple[str, ...], dict[int, tuple[Any, ...]]] = {}
-        self.count = 0
+        self.locks: defaultdict[tuple[str, ...], threading.Lock] = defaultdict(threading.Lock)
+        self.count = itertools.count(1)
 
     def get(self, overrides: list[str]) -> dict[int, tuple[Any, ...]]:
         """One process's loss, gradient norm and what it read, by step."""
         key = tuple(overrides)
-        if key not in self.known:
-            rows = self.ranks.train(1, self.config, list(key), self.folder, f"base{len(self.known)}")
-            self.known[key] = steps_of(rows, *FIELDS)
-        return self.known[key]
+        with self.locks[key]:
+            if key not in self.known:
+                rows = self.ranks.train(1, self.config, list(key), self.folder, f"base{next(self.count)}")
+                self.known[key] = steps_of(rows, *FIELDS)
+            return self.known[key]
 
     def run(self, case: Case, fault: str = "") -> Result:
         """Train a case, with a fault planted if one is named."""
         began = time.perf_counter()
         base = self.get(case.model)
-        self.count += 1
-        name = f"run{self.count}"
+        name = f"run{next(self.count)}"
         plant = f"check_shards,{fault}" if fault else "check_shards"
         run = steps_of(self.ranks.train(case.ranks, self.config, case.overrides, self.folder, name, plant), *FIELDS)
         logs = [(self.folder / f"{name}.log.rank{rank}").read_text() for rank in range(case.ranks)]
@@ -363,8 +369,11 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--output", type=Path, help="write the page here")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time (on GPUs, which they share)")
     given = parser.parse_args()
     gpu = torch.cuda.is_available()
+    if given.jobs > 1 and not gpu:
+        parser.error("--jobs is for GPUs: on CPUs all cases are forks of one process")
     most = given.ranks or (torch.cuda.device_count() if gpu else 8)
 
     def wanted(case: Case) -> bool:
@@ -372,25 +381,30 @@ def main() -> int:
 
     where = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, NCCL" if gpu else "CPU, gloo"
     ranks, began = SpawnedRanks() if gpu else Ranks(), time.perf_counter()
-    rows, faults, misses = [], [], 0
     print("\n".join(HEADER), flush=True)
-    with tempfile.TemporaryDirectory() as temporary:
+
+    def row(case: Case) -> str:
+        try:
+            text = line(matrix.run(case))
+        except AssertionError as error:
+            text = f"| {case.name} | {case.ranks} | | | | | | | | | | | | | did not train |"
+            print(error, file=sys.stderr, flush=True)
+        print(text, flush=True)
+        return text
+
+    def planted(fault: str) -> str:
+        text = fault_line(fault, matrix.run(FAULTS[fault], fault))
+        print(text, flush=True)
+        return text
+
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.jobs) as pool:
         folder = Path(temporary)
         matrix = Matrix(ranks, write_tiny(folder), folder)
         cases = drawn(matrix.config, given.random, given.seed, most) if given.random else CASES
-        for case in filter(wanted, cases):
-            try:
-                rows.append(line(matrix.run(case)))
-            except AssertionError as error:
-                rows.append(f"| {case.name} | {case.ranks} | | | | | | | | | | | | | did not train |")
-                print(error, file=sys.stderr, flush=True)
-            misses += not rows[-1].endswith("| ok |")
-            print(rows[-1], flush=True)
-        for fault, case in FAULTS.items():
-            if wanted(case) and not given.random:
-                faults.append(fault_line(fault, matrix.run(case, fault)))
-                misses += not faults[-1].endswith("| seen |")
-                print(faults[-1], flush=True)
+        chosen = [] if given.random else [fault for fault, case in FAULTS.items() if wanted(case)]
+        rows_found, faults_found = pool.map(row, filter(wanted, cases)), pool.map(planted, chosen)
+        rows, faults = list(rows_found), list(faults_found)
+    misses = sum(not text.endswith("| ok |") for text in rows) + sum(not text.endswith("| seen |") for text in faults)
     ranks.close()
     seconds = time.perf_counter() - began
     print(f"{len(rows)} layouts and {len(faults)} faults, {misses} missed, {seconds:.0f} s", flush=True)

@@ -181,10 +181,10 @@ def test_torch_library():
     inputs = {name: x.float() for name, x in make(1, 5, 1, 8, 6).items()}
     query, key, value, theta = (x.requires_grad_() for x in inputs.values())
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(scan.scan_op, (query, key, value, theta, None, None, None, True), test_utils=checks)
-    torch.library.opcheck(scan.states_op, (key, value, theta, None, None, None), test_utils=checks)
+    torch.library.opcheck(scan.scan_op.node, (query, key, value, theta, None, None, None, True), test_utils=checks)
+    torch.library.opcheck(scan.states_op.node, (key, value, theta, None, None, None), test_utils=checks)
     state = torch.randn(1, 1, 16, 6, requires_grad=True)
-    torch.library.opcheck(scan.read_op, (query, state, theta, None, None, None, True), test_utils=checks)
+    torch.library.opcheck(scan.read_op.node, (query, state, theta, None, None, None, True), test_utils=checks)
 
 
 @inside

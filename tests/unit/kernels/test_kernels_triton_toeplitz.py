@@ -139,4 +139,4 @@ def test_operator_contract():
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for start, last in ((initial, True), (None, False)):
         arguments = (x, decay, gain, start, [0, 30, 70], False, True, last)
-        torch.library.opcheck(toeplitz_rows, arguments, test_utils=checks)
+        torch.library.opcheck(toeplitz_rows.node, arguments, test_utils=checks)

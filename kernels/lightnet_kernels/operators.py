@@ -1,0 +1,73 @@
+"""Operators that torch.compile and activation checkpointing see as one node, and that cost plain calls little.
+
+torch.library's dispatch takes the host 100 microseconds and more a call with its backward pass, longer than some of these
+kernels run. Called from plain Python an operator goes past it, through an autograd.Function of the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Operator:
+    """One operator.
+
+    Args:
+        name: namespace::name.
+        schema: of torch.library, "(Tensor x, ..) -> (Tensor, ..)"; None where `run`'s annotations say it.
+        run: the computation. Where the schema's results are tensors it may return None for one that nobody asked for:
+            torch.library's callers get an empty tensor there.
+        fake: gives results' shapes and dtypes from fake arguments.
+    """
+
+    def __init__(self, name: str, schema: str | None, run: Callable[..., Any], fake: Callable[..., Any]):
+        self.run = run
+        self.eager: Callable[..., Any] = run
+
+        def full(*arguments: Any) -> Any:
+            return _without_none(run(*arguments), arguments)
+
+        def full_fake(*arguments: Any) -> Any:
+            return _without_none(fake(*arguments), arguments)
+
+        schema = schema or torch.library.infer_schema(run, mutates_args=())
+        self.library = torch.library.custom_op(name, full, mutates_args=(), schema=schema)
+        self.library.register_fake(full_fake)
+        self.node = self.library._opoverload
+
+    def differentiable(self, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
+        """`setup(ctx, inputs, output)` and `backward(ctx, *grads)` as for torch.library's register_autograd."""
+        self.library.register_autograd(backward, setup_context=setup)
+        run, gradients = self.run, backward
+
+        class Eager(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *inputs: Any) -> Any:
+                output = run(*inputs)
+                setup(ctx, inputs, output)
+                return output
+
+            @staticmethod
+            @once_differentiable
+            def backward(ctx: Any, *grads: Any) -> Any:
+                return gradients(ctx, *grads)
+
+        self.eager = Eager.apply
+
+    def __call__(self, *arguments: Any) -> Any:
+        # Modes: fake tensors, selective checkpointing, counters of operations.
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            return self.node(*arguments)
+        return self.eager(*arguments)
+
+
+def _without_none(output: Any, arguments: tuple[Any, ...]) -> Any:
+    if isinstance(output, Tensor):
+        return output
+    like = next(x for x in arguments if isinstance(x, Tensor))
+    return tuple(like.new_empty(0, dtype=torch.float32) if x is None else x for x in output)

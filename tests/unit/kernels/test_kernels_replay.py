@@ -1,0 +1,189 @@
+"""Calls repeated from a recording give what the call itself gives, for whatever tensors, and forget what they need not keep."""
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from lightnet_kernels import add_norm, additive_scan, gated_norm, swiglu, toeplitz_scan
+
+pytest.importorskip("triton")
+from lightnet_kernels import triton_replay
+from lightnet_kernels.triton_replay import Recording, replayed
+
+INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INSIDE, reason="run by test_table_under_the_interpreter")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_recorded():
+    triton_replay._recordings.clear()
+
+
+def recorded() -> list[Recording]:
+    return [x for x in triton_replay._recordings.values() if isinstance(x, Recording)]
+
+
+def draw(seed, *shapes, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def example(x, y, start, times):
+    """Views, in place, constants, several results, one of them none, and Python in between."""
+    total = x.new_zeros(x.shape)
+    total += x
+    total[start:].mul_(times)
+    first, second = torch.stack([total, y]).unbind(0)
+    return first @ second.t(), None, torch.cat([y, y[:start]])
+
+
+def test_a_function_is_replayed():
+    run = replayed(example)
+    for seed in range(5):
+        x, y = draw(seed, (4, 3), (4, 3))
+        one, none, two = run(x, y, 1, 2.5)
+        wanted, _, other = example(x, y, 1, 2.5)
+        assert torch.equal(one, wanted) and none is None and torch.equal(two, other)
+    assert len(recorded()) == 1
+    for arguments in ((x[:, :2], y[:, :2], 1, 2.5), (x, y, 2, 2.5), (x.double(), y.double(), 1, 2.5), (x, y, 1, 3.0)):
+        for _ in range(3):
+            assert torch.equal(run(*arguments)[0], example(*arguments)[0])
+    assert len(recorded()) == 5
+
+
+def test_one_tensor_given_twice_is_no_pattern_for_two():
+    run = replayed(lambda x, y: x - y)
+    (x, y) = draw(0, (3,), (3,))
+    for _ in range(3):
+        assert not run(x, x).any()
+    for _ in range(3):
+        assert torch.equal(run(x, y), x - y)
+
+
+def test_values_that_python_looks_at_are_looked_at_each_time():
+    run = replayed(lambda x: x * 2 if x.sum() > 0 else x.clone())
+    for value in (1.0, -1.0, 1.0, -1.0):
+        x = torch.full((2,), value)
+        assert torch.equal(run(x), x * 2 if value > 0 else x)
+    assert not recorded()
+
+
+def test_a_failure_leaves_no_recording():
+    def fails(x):
+        raise RuntimeError("here")
+
+    run = replayed(fails)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="here"):
+            run(torch.ones(1))
+    assert not recorded() and triton_replay.active() is None
+
+
+def test_tensors_go_after_their_last_use():
+    seen = []
+
+    def middle(x):
+        y = x + 1
+        z = y * 2
+        return z + 3
+
+    run = replayed(middle)
+    x = torch.ones(3)
+    run(x), run(x)
+    (recording,) = recorded()
+    steps = []
+    for step in recording.steps:
+
+        def watched(*args, do=step[0], **kwargs):
+            gc.collect()
+            seen.append([ref() is not None for ref in alive])
+            out = do(*args, **kwargs)
+            alive.append(weakref.ref(out))
+            return out
+
+        steps.append((watched, *step[1:]))
+    alive: list = []
+    recording.steps = steps
+    assert run(x).tolist() == [7.0] * 3
+    assert seen == [[], [True], [False, True]]
+
+
+def test_recordings_are_few():
+    run = replayed(lambda x: x + 1)
+    for size in range(triton_replay.RECORDINGS + 10):
+        run(torch.ones(size + 1))
+    assert len(triton_replay._recordings) == triton_replay.RECORDINGS
+
+
+@pytest.mark.skipif(INSIDE, reason="this is the inner run")
+def test_table_under_the_interpreter():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+def scan(seed, causal, theta, bounds=None, state=False):
+    shape = (1, 70, 1, 24)
+    query, key, value, grad = draw(seed, *[shape] * 4, dtype=torch.bfloat16)
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    if theta:
+        leaves.append(torch.rand(1, 24, generator=torch.Generator().manual_seed(seed)).requires_grad_())
+    found = additive_scan(
+        *leaves[:3],
+        theta=leaves[3] if theta else None,
+        cu_seqlens=None if bounds is None else torch.tensor(bounds),
+        causal=causal,
+        return_state=state,
+        backend="triton",
+    )
+    outputs, upstream = ([found[0], found[1].kv], [grad, torch.ones_like(found[1].kv)]) if state else ([found], [grad])
+    return [*outputs, *torch.autograd.grad(outputs, leaves, upstream)]
+
+
+def norms(seed):
+    x, other, weight, grad = draw(seed, (5, 2, 24), (5, 2, 24), (48,), (5, 2, 24))
+    leaves = [t.requires_grad_() for t in (x, other, weight)]
+    y = gated_norm(*leaves, kind="rms", eps=1e-6, backend="triton")
+    total, normed = add_norm(x, other, kind="srms", eps=1e-6, backend="triton")
+    outputs = [y, total, normed, swiglu(x, other, backend="triton")]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, [grad] * 4)]
+
+
+def toeplitz(seed):
+    x, gain, grad = draw(seed, (1, 70, 16), (16, 8), (1, 70, 16))
+    decay = torch.rand(16, 8, generator=torch.Generator().manual_seed(seed))
+    leaves = [t.requires_grad_() for t in (x, decay, gain)]
+    y = toeplitz_scan(*leaves, backend="triton")
+    return [y, *torch.autograd.grad(y, leaves, grad)]
+
+
+@inside
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda seed: scan(seed, True, True),
+        lambda seed: scan(seed, True, False, bounds=[0, 3, 3, 70]),
+        lambda seed: scan(seed, True, True, state=True),
+        lambda seed: scan(seed, False, False),
+        lambda seed: scan(seed, False, True, bounds=[0, 3, 3, 70]),
+        lambda seed: scan(seed, False, True, state=True),
+        norms,
+        toeplitz,
+    ],
+)
+def test_replays_give_the_same_bits(call):
+    wanted = [call(0), call(1)]  # run, recorded
+    first = recorded()
+    assert first
+    for _ in range(2):
+        for seed in (0, 1):
+            assert all(torch.equal(x, y) for x, y in zip(call(seed), wanted[seed], strict=True))
+    assert recorded() == first  # nothing was recorded again
