@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import UserError
 
 FP32, MOMENTS, STEP = "fp32", ("exp_avg", "exp_avg_sq"), "step"
+EMA = "ema"  # the exponential average of a run that keeps one: a third moment to the optimiser
 # (parameter, key) -> flat fp32 tensor of this tensor-parallel rank's part; for STEP the optimiser's count of steps.
 Reader = Callable[[str, str], Tensor]
 OPTIMIZER_NAMES = "optimizer_parameters"  # client state at stage 0: names in the order of the optimiser's indices

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..models.parameters import spec_of
-from .native import FP32, MOMENTS, STEP
+from .native import FP32, STEP
 from .universal import UniversalForm
 
 
@@ -47,7 +47,8 @@ def _restore_plain(optimizer: Any, names: dict[nn.Parameter, str], form: Univers
     for parameter, name in names.items():
         spec, shape = spec_of(parameter), tuple(parameter.shape)
         parameter.copy_(form.part(name, FP32, spec, shape))
-        moments = {key: torch.empty_like(parameter).copy_(form.part(name, key, spec, shape)) for key in MOMENTS}
+        kept = [key for key in form.keys(name) if key != FP32]
+        moments = {key: torch.empty_like(parameter).copy_(form.part(name, key, spec, shape)) for key in kept}
         optimizer.state[parameter] = {STEP: _step(form, name, parameter), **moments}
 
 
@@ -56,7 +57,8 @@ def _restore_zero12(optimizer: Any, names: dict[nn.Parameter, str], form: Univer
     groups = optimizer.bf16_groups if hasattr(optimizer, "bf16_groups") else optimizer.bit16_groups
     for group, parameters in zip(optimizer.optimizer.param_groups, groups, strict=True):
         flat = group["params"][0]
-        targets = {FP32: flat.data, **{key: torch.zeros_like(flat) for key in MOMENTS}}
+        moments = {key: torch.zeros_like(flat) for key in form.keys(names[parameters[0]]) if key != FP32}
+        targets = {FP32: flat.data, **moments}
         for parameter in parameters:
             mapping = parameter._hp_mapping
             if mapping is None:  # lies wholly in other ranks' partitions
@@ -66,7 +68,7 @@ def _restore_zero12(optimizer: Any, names: dict[nn.Parameter, str], form: Univer
                 part = form.part(names[parameter], key, spec_of(parameter), tuple(parameter.shape))
                 target.narrow(0, here.start, here.numel).copy_(part.flatten().narrow(0, there.start, there.numel))
         step = _step(form, names[parameters[0]], flat)
-        optimizer.optimizer.state[flat] = {STEP: step, **{key: targets[key] for key in MOMENTS}}
+        optimizer.optimizer.state[flat] = {STEP: step, **moments}
     optimizer.update_lp_params()
 
 
@@ -74,13 +76,14 @@ def _restore_zero3(optimizer: Any, names: dict[nn.Parameter, str], form: Univers
     """Each parameter is cut evenly over its data-parallel ranks, padded at the end."""
     optimizer.checkpoint_event_prologue()  # no parameter stays gathered
     any_name = next(iter(names.values()))  # the optimiser has stepped all parameters alike
+    keys = form.keys(any_name)
     for flat in optimizer.fp32_partitioned_groups_flat:
-        moments = {key: torch.zeros_like(flat) for key in MOMENTS}
+        moments = {key: torch.zeros_like(flat) for key in keys if key != FP32}
         optimizer.optimizer.state[flat] = {STEP: _step(form, any_name, flat), **moments}
     for parameter, name in names.items():
         piece = parameter.ds_tensor
         first = dist.get_rank(parameter.ds_process_group) * piece.numel()
-        for key in (FP32, *MOMENTS):
+        for key in keys:
             flat = form.part(name, key, spec_of(parameter), tuple(parameter.ds_shape)).flatten()
             local = torch.zeros(piece.numel(), dtype=torch.float32)
             mine = flat[first : first + piece.numel()]

@@ -1,6 +1,7 @@
 """The universal form of a checkpoint: every parameter's fp32 value and Adam moments, full, without padding.
 
-It lies in the checkpoint's folder as ``universal/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt``, which is how DeepSpeed
+It lies in the checkpoint's folder as ``universal/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt`` (and ``ema.pt`` where the run
+keeps an exponential average), which is how DeepSpeed
 lays its universal checkpoints out, and is made from the native files when a run resumes on another layout. DeepSpeed's
 own converter and loader (0.19.8) are not used: they know no stage 0, join the padding of the GLU's width as if it were
 columns, and cut for tensor parallelism under ZeRO-3 only with its AutoTP. How parts join is told by ``weights/``.
@@ -20,7 +21,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..models.parameters import ParameterSpec, shard, unshard
 from . import store
-from .native import FP32, MOMENTS, STEP, Reader, open_reader
+from .native import EMA, FP32, MOMENTS, STEP, Reader, open_reader
 from .weights import Part, describe_part, part_file
 
 FOLDER = "universal"
@@ -71,6 +72,7 @@ def _write(checkpoint: Path, manifest: dict[str, Any], target: Path, progress: P
         for stage in range(layout["pipeline"])
         for rank in range(tensor)
     }
+    keys = [FP32, *MOMENTS, *([EMA] if manifest.get("ema") else [])]
     total, done = sum(len(parts[stage, 0]) for stage in range(layout["pipeline"])), 0
     for stage in range(layout["pipeline"]):
         readers = [
@@ -79,14 +81,14 @@ def _write(checkpoint: Path, manifest: dict[str, Any], target: Path, progress: P
         ]
         for name in parts[stage, 0]:
             progress(done, total)
-            _write_parameter(name, readers, [parts[stage, rank][name] for rank in range(tensor)], target / name)
+            _write_parameter(name, keys, readers, [parts[stage, rank][name] for rank in range(tensor)], target / name)
             done += 1
     progress(total, total)
 
 
-def _write_parameter(name: str, readers: list[Reader], parts: list[Part], folder: Path) -> None:
+def _write_parameter(name: str, keys: list[str], readers: list[Reader], parts: list[Part], folder: Path) -> None:
     folder.mkdir(parents=True)
-    for key in (FP32, *MOMENTS):
+    for key in keys:
         local = [reader(name, key).view(part.local_shape) for reader, part in zip(readers, parts, strict=True)]
         full = unshard(local, parts[0].shape, parts[0].dim)
         # clone: a view would be written with the whole file that it is mapped from
@@ -118,6 +120,10 @@ class UniversalForm:
         if tuple(full.shape) != spec.shape:
             raise UserError(f"{self.folder / name}: is {list(full.shape)}, this model needs {list(spec.shape)}")
         return shard(full, spec, local_shape, self.tensor_rank)
+
+    def keys(self, name: str) -> tuple[str, ...]:
+        """What is kept of a parameter beside its steps."""
+        return (FP32, *MOMENTS, *([EMA] if (self.folder / name / f"{EMA}.pt").is_file() else []))
 
     def step(self, name: str) -> float:
         """Steps the optimiser has taken with a parameter."""

@@ -7,6 +7,7 @@ full tensors without padding, whatever wrote them.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from ..errors import UserError, nearest
 from ..models.parameters import shard, spec_of, unshard
 
-FOLDER = "weights"
+FOLDER, AVERAGE = "weights", "ema"  # as trained; the exponential average, in fp32, of a run that keeps one
 
 
 def _gathered(parameter: nn.Parameter, zero_stage: int) -> AbstractContextManager[Any]:
@@ -31,27 +32,33 @@ def _gathered(parameter: nn.Parameter, zero_stage: int) -> AbstractContextManage
     return GatheredParameters([parameter])
 
 
-def gather_weights(model: nn.Module, zero_stage: int, writes: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def gather_weights(
+    model: nn.Module, zero_stage: int, writes: bool, instead: Callable[[nn.Parameter], Tensor | None] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """This rank's part of the weights on the CPU, and how the parts join; empty where this rank does not write.
 
-    Every data-parallel rank calls it, because ZeRO-3 gathers.
+    Every data-parallel rank calls it, because ZeRO gathers.
+
+    Args:
+        instead: gives what is written in a parameter's place, None for the parameter itself.
     """
     tensors: dict[str, Tensor] = {}
     joins: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         if getattr(parameter, "ds_pipe_replicated", False):
             continue  # the copy of a tied weight; its owner writes it
-        with _gathered(parameter, zero_stage):
+        other = None if instead is None else instead(parameter)
+        with _gathered(parameter, zero_stage) if other is None else nullcontext():
             if writes:
                 spec = spec_of(parameter)
-                tensors[name] = parameter.detach().to("cpu", copy=True).contiguous()
+                tensors[name] = (parameter if other is None else other).detach().to("cpu", copy=True).contiguous()
                 joins[name] = {"dim": spec.partition_dim, "shape": list(spec.shape)}
     return tensors, joins
 
 
-def part_file(folder: Path, stage: int, tensor_rank: int) -> Path:
+def part_file(folder: Path, stage: int, tensor_rank: int, which: str = FOLDER) -> Path:
     """The weights file of a pipeline stage and tensor-parallel rank."""
-    return folder / FOLDER / f"stage{stage:03d}_tensor{tensor_rank:03d}.safetensors"
+    return folder / which / f"stage{stage:03d}_tensor{tensor_rank:03d}.safetensors"
 
 
 def write_weights(
@@ -70,18 +77,31 @@ def write_weights(
         raise OSError(str(error)) from None
 
 
-def load_weights(folder: Path) -> dict[str, Tensor]:
+def weights_files(folder: Path, which: str = FOLDER) -> list[Path]:
+    """The files of a checkpoint's weights, or of its exponential average.
+
+    Raises:
+        UserError: there are none.
+    """
+    files = sorted((folder / which).glob("*.safetensors"))
+    if not files and which == AVERAGE:
+        raise UserError(f"{folder}: holds no exponential average; it is kept by runs with train.ema=0.999, say")
+    if not files:
+        raise UserError(f"{folder}: holds no {which}/*.safetensors; name a checkpoint folder such as .../step_00000100")
+    return files
+
+
+def load_weights(folder: Path, which: str = FOLDER) -> dict[str, Tensor]:
     """Full tensors by name, on the CPU, in the dtype they were trained in.
 
     Args:
         folder: a checkpoint folder (``.../step_00000100``).
+        which: ``weights`` or ``ema``, its exponential average, which is fp32.
 
     Raises:
         UserError: no weights there, a part is missing or a file is damaged.
     """
-    files = sorted((folder / FOLDER).glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{folder}: holds no weights/*.safetensors; name a checkpoint folder such as .../step_00000100")
+    files = weights_files(folder, which)
     parts: dict[str, dict[int, Tensor]] = {}
     joins: dict[str, Any] = {}
     size = 1
@@ -99,7 +119,7 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
     for name, ranks in parts.items():
         missing = sorted(set(range(size)) - set(ranks))
         if missing:
-            raise UserError(f"{folder / FOLDER}: the part of tensor-parallel rank {missing[0]} of '{name}' is missing")
+            raise UserError(f"{folder / which}: the part of tensor-parallel rank {missing[0]} of '{name}' is missing")
         full[name] = unshard([ranks[r] for r in range(size)], tuple(joins[name]["shape"]), joins[name]["dim"])
     return full
 

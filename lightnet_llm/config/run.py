@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from ..errors import nearest
 from .base import Section
+from .images import AugmentationConfig, DiffusionConfig
 from .launch import LaunchConfig
 from .masking import MaskingConfig
 from .model import ModelConfig
@@ -49,7 +50,11 @@ class DataConfig(Section):
         default_factory=dict,
         description="Further named validation sets: name to prepared folder (its held-out split) or .bin/.idx prefix.",
     )
-    sequence_length: int = Field(default=2048, gt=0, description="Tokens per sample; longer documents are cut.")
+    sequence_length: int = Field(
+        default=2048,
+        gt=0,
+        description="Tokens per sample; longer documents are cut. Of images it follows from `model.image`.",
+    )
     workers: int = Field(default=0, ge=0, description="Loader processes per rank; 0 loads in the training process.")
 
     @model_validator(mode="after")
@@ -140,6 +145,12 @@ class TrainConfig(Section):
         default="never", description="auto: continue the run folder if it holds a checkpoint; must: refuse otherwise."
     )
     init_from: str | None = Field(default=None, description="Checkpoint whose weights (only) start this run.")
+    ema: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Decay of an exponential average of the weights that is kept beside them, such as 0.999; null for none.",
+    )
 
     @model_validator(mode="after")
     def _budget(self) -> "TrainConfig":
@@ -267,6 +278,8 @@ class RunConfig(Section):
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
     masking: MaskingConfig = Field(default_factory=MaskingConfig)
+    augmentation: AugmentationConfig = Field(default_factory=AugmentationConfig)
+    diffusion: DiffusionConfig = Field(default_factory=DiffusionConfig)
     train: TrainConfig
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
@@ -280,3 +293,22 @@ class RunConfig(Section):
     deepspeed: dict[str, Any] = Field(
         default_factory=dict, description="Passed through to DeepSpeed for what is not modelled here."
     )
+
+    @model_validator(mode="after")
+    def _images(self) -> "RunConfig":
+        image = self.model.image
+        if image is None:
+            return self
+        tokens = image.tokens + self.model.prefix
+        if "sequence_length" in self.data.model_fields_set and self.data.sequence_length != tokens:
+            raise ValueError(f"data.sequence_length of these images is {tokens}; leave it out")
+        self.data.sequence_length = tokens
+        for name in ("mean", "std"):
+            count = len(getattr(self.augmentation, name))
+            if self.model.head == "classifier" and count not in (1, image.channels):
+                raise ValueError(f"augmentation.{name} has {count} values for {image.channels} channels; give as many or one")
+        if self.data.mixture:
+            raise ValueError(f"data.mixture is of text; give head: {self.model.head} one folder as data.path")
+        if self.parallel.pipeline_partition == "time":
+            raise ValueError("parallel.pipeline_partition: time measures language models; use parameters or uniform")
+        return self

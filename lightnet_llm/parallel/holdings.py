@@ -46,6 +46,7 @@ def stage_holdings(config: RunConfig, layout: Layout, bounds: list[int] | None =
     elif bounds is None:
         bounds = stages.balanced(stages.counts(model, layout.tensor), layout.pipeline)
     parts, ranks = stages.unit_parameters(model, layout.tensor), layout.data * layout.sequence
+    average = 4 if config.train.ema is not None else 0
     found = []
     for stage in range(layout.pipeline):
         held = {id(p): p for part in parts[bounds[stage] : bounds[stage + 1]] for p in part}.values()
@@ -60,7 +61,7 @@ def stage_holdings(config: RunConfig, layout: Layout, bounds: list[int] | None =
                 sum(p.numel() for p in held),
                 -(-weights // ranks) if zero == 3 else weights,
                 -(-4 * trained // (ranks if zero >= 2 else 1)),
-                -(-(MOMENTS + masters) * trained // (ranks if zero else 1)),
+                -(-(MOMENTS + masters + average) * trained // (ranks if zero else 1)),
             )
         )
     return found

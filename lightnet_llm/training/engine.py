@@ -24,21 +24,20 @@ from ..checkpoint.universal import UniversalForm
 from ..checkpoint.weights import load_into, load_weights
 from ..config.deepspeed import NO_CLIP, deepspeed_config, effective_zero_stage
 from ..config.run import RunConfig
+from ..models import build_model
 from ..models.block import Block
-from ..models.causal_lm import CausalLM
 from ..models.layers import PlainLayers
 from ..models.parameters import initialize, spec_of
 from ..parallel.layout import Groups
 from ..parallel.megatron import MegatronLayers
-from ..parallel.pipeline import Clock, PipelinedCausalLM, pad_segments
+from ..parallel.pipeline import Clock
 from ..parallel.sequence import SequencePlace
 from ..parallel.stage_times import choose_stages
 from .bad_steps import Guard, Judge
 from .norms import group_norms, reduce_norm_once
 from .optimizer import build_optimizer
 from .progress import Progress
-
-Batch = dict[str, Tensor]
+from .tasks import Batch, task_of
 
 
 @contextmanager
@@ -80,7 +79,8 @@ class Engine:
         measure_groups: whether the next step measures gradient and weight norms by kind of parameter.
         group_norms: what was measured last.
         last_batch: the micro-batch worked on last, for a report after running out of memory.
-        batch_checksum: of the sample ids and tokens this rank read for the last step.
+        task: what the head adds.
+        batch_checksum: of the sample ids and contents this rank read for the last step.
         judge, guard: what decides that an update is skipped, and what it decided last.
         samples_read: sample ids of the step's micro-batches, as read on this rank.
         losses: their mean losses, where this rank computes them.
@@ -104,7 +104,7 @@ class Engine:
         self.progress = Progress()
         self.samples_read: list[Tensor] = []
         self.losses: list[Tensor] = []
-        self.counts_labels = config.model.head == "masked_lm"  # a causal model's labels all count
+        self.task = task_of(config)
         place, tokens = self._place(), config.data.sequence_length
         weight = 1.0 if place is None else place.loss_weight(tokens)
         self.layers = build_layers(groups, config.parallel.tensor_sequence_parallel)
@@ -121,7 +121,7 @@ class Engine:
         with _fp32_parameters_kept():
             self.engine, self.optimizer, *_ = deepspeed.initialize(
                 model=model,
-                optimizer=build_optimizer(model, config.optimizer),
+                optimizer=build_optimizer(model, config.optimizer, config.train.ema),
                 config=deepspeed_config(config, groups.layout.data, groups.layout.sequence),
                 mpu=self._mpu(),
                 dist_init_required=False,
@@ -143,7 +143,7 @@ class Engine:
         return self.groups.sequence and self.groups.sequence.using(parallel.sequence_exchange, in_flight)
 
     def _build_model(self) -> nn.Module:
-        return CausalLM(self.config.model, self.layers)
+        return build_model(self.config.model, self.layers)
 
     def _mpu(self) -> Any:
         return self.groups
@@ -194,39 +194,25 @@ class Engine:
         self.progress.note(f"forward of micro-batch {index}")
         self.last_batch = batch
         self.samples_read.append(batch["sample_ids"])
-        place = torch.arange(1, batch["input_ids"].shape[1] + 1)
-        rows = (batch["input_ids"] * place).sum(1) % 1_000_003
-        self.batch_checksum += int((rows * (batch["sample_ids"] % 1_000_003 + 1)).sum())
+        self.batch_checksum += self.task.checksum(batch)
         return batch
 
-    def _to_device(self, batch: Batch) -> Batch:
-        """cu_seqlens stays on the CPU: the scans cut their work by it, and would wait for the device to read it there."""
-        on_cpu = {"cu_seqlens"}
-        return {k: x if k in on_cpu else x.to(self.device, non_blocking=True) for k, x in batch.items()}
-
     def _loss(self, batch: Batch) -> Tensor:
-        input_ids, labels = batch["input_ids"], batch["labels"]
-        place, tokens = self.clock.place, input_ids.shape[1]
-        context = self.clock.context(
-            batch["cu_seqlens"], batch["sample_ids"], tokens, self.config.model, self.module.training
-        )
-        if place is not None:
-            input_ids, labels = place.part(input_ids), place.part(labels, fill=-1)
-        loss: Tensor = self.engine(input_ids, context, labels).loss
-        return loss * self.clock.weight
+        return self.task.loss(self.engine, batch, self.clock, self.module.training)
 
     def _micro_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The step's micro-batches. Where not every label counts, all are read first, and the mean of their losses is made
         one over the labels of the whole step: a mean of means would weigh a label by how few others are beside it."""
         count = self.engine.gradient_accumulation_steps()
-        if not self.counts_labels:
+        if not self.task.reads_ahead:
             for _ in range(count):
                 yield self._read(batches)
             return
         held = [self._read(batches) for _ in range(count)]
-        total = torch.stack([(batch["labels"] >= 0).sum() for batch in held]).sum().to(self.device, torch.float64)
+        labels = [self.task.labels(batch) for batch in held]
+        total = torch.stack([(x >= 0).sum() for x in labels]).sum().to(self.device, torch.float64)
         dist.all_reduce(total, group=self.groups.data_group)
-        places = sum(batch["labels"].numel() for batch in held) * self.groups.data_size
+        places = sum(x.numel() for x in labels) * self.groups.data_size
         self.clock.step_weight = places / max(float(total), 1.0)  # without any label all losses are 0
         for index, batch in enumerate(held):
             self.progress.note(f"forward of micro-batch {index}")
@@ -262,7 +248,7 @@ class Engine:
         self._set_batch(global_batch)
         micro_batches = self.engine.gradient_accumulation_steps()
         for index, batch in enumerate(self._micro_batches(batches)):
-            loss = self._loss(self._to_device(batch))
+            loss = self._loss(self.task.to_device(batch, self.device))
             self.losses.append(loss.detach())
             self.progress.note(f"backward of micro-batch {index}")
             self.engine.set_gradient_accumulation_boundary(index == micro_batches - 1)
@@ -272,17 +258,18 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], micro_batches: int) -> Tensor:
-        """Mean over ``micro_batches`` of the loss, averaged over data-parallel ranks, on every rank."""
+        """Means over ``micro_batches`` of the task's figures, averaged over data-parallel ranks, on every rank."""
         self.engine.eval()
         self.clock.step_weight = 1.0
-        total = torch.zeros((), device=self.device)
+        found = []
         for _ in range(micro_batches):
             self.progress.begin("validation")
-            total += self._loss(self._to_device(next(batches)))
-        return self.reduce_mean(total / micro_batches)
+            batch = self.task.to_device(next(batches), self.device)
+            found.append(self.task.figures(self.engine, batch, self.clock))
+        return self.reduce_mean(torch.stack(found).sum(0) / micro_batches)
 
     def reduce_mean(self, value: Tensor) -> Tensor:
-        """Average of a scalar over data-parallel ranks."""
+        """Average over data-parallel ranks."""
         dist.all_reduce(value, group=self.groups.data_group)
         return value / self.groups.data_size
 
@@ -341,18 +328,15 @@ class PipelineEngine(Engine):
     def _build_model(self) -> nn.Module:
         if not self.stages:
             self.stages = choose_stages(self.config, self.layers, self.clock, self.device)
-        return PipelinedCausalLM(self.config.model, self.layers, self.groups, self.clock, self.stages)
+        assert self.task.pipelined is not None  # refused before
+        return self.task.pipelined(self.config.model, self.layers, self.groups, self.clock, self.stages)
 
     def _mpu(self) -> Any:
         return None  # a PipelineModule carries its own topology
 
     def _payloads(self, batches: Iterator[Batch]) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
         for batch in batches:
-            input_ids, labels, place = batch["input_ids"], batch["labels"], self.clock.place
-            segments = pad_segments(batch["cu_seqlens"], input_ids.numel())
-            if place is not None:
-                input_ids, labels = place.part(input_ids), place.part(labels, fill=-1)
-            yield (input_ids, batch["sample_ids"], segments), labels
+            yield self.task.payload(self.task.to_device(batch, self.device), self.clock)
 
     def train_step(self, batches: Iterator[Batch], step: int, global_batch: int) -> Tensor:
         """One optimiser step through the pipeline; the loss is already averaged over all ranks."""
@@ -378,7 +362,15 @@ class PipelineEngine(Engine):
             self._payloads(batches), compute_loss=True, reduce_output="avg", num_micro_batches=micro_batches
         )
         self.module.train()
-        return loss.detach().float()
+        return torch.cat([loss.detach().float().reshape(1), self._further_figures(micro_batches)])
+
+    def _further_figures(self, micro_batches: int) -> Tensor:
+        """What the last stage found beside the loss, averaged as that is, on every rank."""
+        found, self.module.figures = self.module.figures, []
+        shape = [torch.zeros(0)] * dist.get_world_size()
+        dist.all_gather_object(shape, torch.stack(found).sum(0).cpu() if found else torch.zeros(0))
+        means = [x for x in shape if x.numel()]  # every rank of the last stage has its own
+        return (torch.stack(means).mean(0) / micro_batches if means else torch.zeros(0)).to(self.device)
 
     def reduce_mean(self, value: Tensor) -> Tensor:
         """DeepSpeed's pipeline has averaged it already."""

@@ -7,6 +7,7 @@ from torch import nn
 
 from ..config.run import OptimizerConfig
 from ..models.parameters import spec_of
+from . import ema
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, learning_rate: float) -> list[dict[str, object]]:
@@ -30,12 +31,19 @@ def parameter_groups(model: nn.Module, weight_decay: float, learning_rate: float
     ]
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """torch's fused AdamW, which runs on CPU and CUDA without compiling anything."""
-    return torch.optim.AdamW(
+def build_optimizer(model: nn.Module, config: OptimizerConfig, decay: float | None = None) -> torch.optim.Optimizer:
+    """torch's fused AdamW, which runs on CPU and CUDA without compiling anything.
+
+    Args:
+        decay: of an exponential average of the weights that goes along (:mod:`.ema`), None for none.
+    """
+    optimizer = torch.optim.AdamW(
         parameter_groups(model, config.weight_decay, config.learning_rate),
         lr=config.learning_rate,
         betas=config.betas,
         eps=config.eps,
         fused=True,
     )
+    if decay is not None:
+        ema.follow(optimizer, decay)
+    return optimizer

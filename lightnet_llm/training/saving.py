@@ -10,19 +10,22 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import torch
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from torch import Tensor, nn
 
 from ..checkpoint import randomness, store
-from ..checkpoint.weights import gather_weights, part_file, write_weights
+from ..checkpoint.weights import AVERAGE, FOLDER, gather_weights, part_file, write_weights
 from ..config.run import RunConfig
 from ..errors import UserError
 from ..parallel.agreement import Agreement
 from ..parallel.layout import Groups
+from . import ema
 from .engine import Engine
 from .run_folder import RunFolder
 from .state import RunState
@@ -173,6 +176,12 @@ class Saver:
                 figures[name] = round(sum(seconds) / len(seconds), 5) if seconds else None
         self.report(job.step, figures)
 
+    def _average(self) -> Callable[[nn.Parameter], Tensor | None] | None:
+        """Reads the exponential average, where there is one."""
+        if self.config.train.ema is None:
+            return None
+        return ema.reader(self.engine.optimizer, self.engine.zero_stage)
+
     def _facts(self, state: RunState) -> dict[str, Any]:
         return {
             "format": 1,
@@ -182,6 +191,7 @@ class Saver:
             "pipeline_partition": self.config.parallel.pipeline_partition,
             "stages": self.engine.stages,
             "data": self.identity,
+            **({} if self._average() is None else {"ema": self.config.train.ema}),
         }
 
     def _commit(self, job: _Job) -> None:
@@ -219,10 +229,11 @@ class Saver:
         place = self.groups.place
         # One rank of those that hold the same parameters writes them.
         writes = place["data"] == 0 and place["sequence"] == 0
-        tensors, joins = gather_weights(self.engine.module, self.engine.zero_stage, writes)
-        if writes:
-            path = part_file(job.folder, place["pipeline"], place["tensor"])
-            size = self.groups.layout.tensor
-            put(lambda: write_weights(path, tensors, joins, place["tensor"], size), path)
+        average = self._average()
+        for which, instead in ((FOLDER, None), *([(AVERAGE, average)] if average is not None else [])):
+            tensors, joins = gather_weights(self.engine.module, self.engine.zero_stage, writes, instead)
+            if writes:
+                path = part_file(job.folder, place["pipeline"], place["tensor"], which)
+                put(partial(write_weights, path, tensors, joins, place["tensor"], self.groups.layout.tensor), path)
         # The last of this rank's files: rank 0 takes it for the sign that all of them can be seen.
         save_file(randomness.capture(), randomness.rank_file(job.folder, self.ranks.rank))
