@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,8 +19,12 @@ _SKIPPABLE_FRAMES = tuple(bytes([n, 0x2A, 0x4D, 0x18]) for n in range(0x50, 0x60
 MAGIC = {"gzip": (b"\x1f\x8b",), "zstd": (b"\x28\xb5\x2f\xfd", *_SKIPPABLE_FRAMES)}
 SUFFIX = {"gzip": ".gz", "zstd": ".zst"}
 BLANK = "blank"
-# White space to a reader, though str.isspace() says no: zero-width space, joiners, word joiner, byte-order mark.
-ZERO_WIDTH = "\u200b\u200c\u200d\u2060\ufeff"
+# What shows nothing: white space, control characters, and what Unicode calls default ignorable (zero-width spaces and joiners,
+# soft hyphen, marks of direction, fillers, variation selectors).
+_HOLLOW = re.compile(
+    r"[\s\x00-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
+    r"\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]*"
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Problem:
     """Something that gave no document.
 
     ``kind`` groups it in reports; ``message`` is one line with place, reason and a way out. Kind ``BLANK`` is no error:
-    blank lines, and empty files that a folder search found, are left out and counted.
+    blank lines, and empty files of source code that a folder search found, are left out and counted.
     """
 
     kind: str
@@ -80,6 +85,10 @@ def read(span: Span, options: Options, digest: Any = None) -> Iterator[Document 
             raise _Broken("not a file", "not a regular file; give a file on disk")
         if source.format == UNKNOWN:
             raise _Broken("unknown extension", "its extension says nothing; name its format with --read-as, as text")
+        if source.format == "parquet" and source.compression is not None:
+            raise _Broken(
+                "unknown extension", "Parquet is compressed inside and not read behind .gz or .zst; undo that"
+            )
         with source.open() as file:
             if source.format == "parquet":
                 from lightnet_data.records import parquet
@@ -227,16 +236,14 @@ class _Range:
 
 def is_blank(text: str) -> bool:
     """Whether a text has no visible character."""
-    if text[:1] > " " and text[:1] not in ZERO_WIDTH and not text[0].isspace():
-        return False  # nearly every text
-    return all(character.isspace() or character in ZERO_WIDTH for character in text)
+    return _HOLLOW.fullmatch(text) is not None
 
 
 def _texts(source: Source, chunks: Iterator[bytes], separator: str | None) -> Iterator[Document | Problem]:
     if separator is None:
         data = b"".join(chunks)
-        if source.searched and not data.strip():
-            yield Problem(BLANK, f"{source.name}: no text in it")
+        if source.searched and source.code and not data.strip():
+            yield Problem(BLANK, f"{source.name}: no text in it")  # such as most __init__.py
         else:
             yield _text_document(source.name, data, 0)
         return
@@ -255,8 +262,11 @@ def _texts(source: Source, chunks: Iterator[bytes], separator: str | None) -> It
         begun.append(rest[:kept])
         tail = rest[kept:]
     rest = b"".join([*begun, tail])
+    place = f"{source.name}, document {number + 1}"
     if rest.strip() or not number:
-        yield _text_document(f"{source.name}, document {number + 1}", rest, offset)
+        yield _text_document(place, rest, offset)
+    elif rest:
+        yield Problem(BLANK, f"{place}: nothing but white space behind the last separator")
 
 
 def _text_document(place: str, data: bytes, offset: int) -> Document | Problem:
@@ -281,7 +291,7 @@ def _json_lines(
     name: str, lines: Iterator[tuple[bytes, bool]], options: Options, start: int = 0
 ) -> Iterator[Document | Problem]:
     """Lines of a file; counted from its begin, else named by the byte after which the span goes looking."""
-    nested = "." in "".join(options.fields)
+    nested, number = "." in "".join(options.fields), 0
     only = options.fields[0] if len(options.fields) == 1 and not nested else None
     for number, (line, last) in enumerate(lines, start=1):
         place = f"{name}, line {number}" + (f" behind byte {start}" if start else "")
@@ -300,6 +310,8 @@ def _json_lines(
             yield parsed
         else:
             yield from record_documents(place, parsed, options)
+    if not number and not start:
+        yield Problem("empty", f"{name}: no line in it; leave the file out or copy it again")
 
 
 def _parsed(place: str, line: bytes, last: bool, first: bool) -> Any:

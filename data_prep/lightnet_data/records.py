@@ -1,5 +1,6 @@
 """Documents of Parquet files and of WebDataset tars."""
 
+import itertools
 import json
 import tarfile
 from collections.abc import Iterator
@@ -10,7 +11,6 @@ from lightnet_data.reading import CHUNK_BYTES, Document, Problem, record_documen
 from lightnet_data.sources import Source
 
 ROWS = 512
-_BLOCK = 512  # of a tar, which ends in two blocks of zeros
 
 
 def parquet(source: Source, file: BinaryIO, options: Options, digest: Any = None) -> Iterator[Document | Problem]:
@@ -34,28 +34,44 @@ def parquet(source: Source, file: BinaryIO, options: Options, digest: Any = None
             return
         row = 0
         for batch in table.iter_batches(ROWS, columns=sorted(columns), use_threads=False):
-            for record in batch.to_pylist():
+            for record in _rows(batch):
                 row += 1
-                yield from record_documents(f"{source.name}, row {row}", record, options)
+                place = f"{source.name}, row {row}"
+                if isinstance(record, UnicodeDecodeError):
+                    where = f"byte {record.start} is 0x{record.object[record.start]:02x}"
+                    yield Problem("invalid UTF-8", f"{place}: not UTF-8 ({where}); write it again")
+                else:
+                    yield from record_documents(place, record, options)
         if not row:
             yield Problem("empty", f"{source.name}: no row in it")
-    except UnicodeDecodeError as error:
-        yield Problem("invalid UTF-8", f"{source.name}: behind row {row}: not UTF-8 ({error.reason}); write it again")
     except (pyarrow.ArrowException, OSError) as error:
         detail = " ".join(str(error).split())[:200]
         yield Problem("corrupt", f"{source.name}: not a whole Parquet file ({detail}); copy it again")
+
+
+def _rows(batch: Any) -> Iterator[Any]:
+    """The rows of a batch, or in the stead of one that cannot be decoded its error."""
+    try:
+        yield from batch.to_pylist()
+        return
+    except UnicodeDecodeError:  # of one of them: before the first was given
+        pass
+    for row in range(len(batch)):
+        try:
+            yield batch.slice(row, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            yield error
 
 
 def tar(source: Source, chunks: Iterator[bytes], options: Options) -> Iterator[Document | Problem]:
     """The documents of a WebDataset tar.
 
     Members of one name up to the first dot of its last part are a sample. ``.json`` gives a record's fields, ``.txt`` its
-    field "text"; other members are passed over.
+    field "text"; other members are passed over. A sample with a member that cannot be read gives no document.
     """
     stream = _Stream(chunks)
-    key = ""
-    record: dict[str, Any] = {}
-    place = source.name
+    key, place = None, source.name
+    record: dict[str, Any] | None = None
     try:
         with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
             for member in archive:
@@ -64,17 +80,28 @@ def tar(source: Source, chunks: Iterator[bytes], options: Options) -> Iterator[D
                 suffix = suffix.lower()
                 if not member.isfile() or suffix not in ("txt", "json"):
                     continue
-                if record and folder + slash + stem != key:
-                    yield from record_documents(place, record, options)
-                    record = {}
-                key, place = folder + slash + stem, f"{source.name}, member {member.name}"
-                problem = _add(archive.extractfile(member).read(), suffix, record, place)
-                if problem:
+                if folder + slash + stem != key:
+                    if record is not None:
+                        yield from record_documents(place, record, options)
+                    key, record = folder + slash + stem, {}
+                place = f"{source.name}, member {member.name}"
+                data = archive.extractfile(member).read()
+                if record is not None and (problem := _add(data, suffix, record, place)):
                     yield problem
-        if record:
+                    record = None
+        if record is not None:
             yield from record_documents(place, record, options)
-        if stream.size == 0 or stream.last.strip(b"\0"):
+        elif key is None and stream.size:
+            yield Problem("empty", f"{source.name}: no member in it that ends in .txt or .json")
+        length, more = stream.behind(archive.offset)
+        if not length:
             yield Problem("cut", f"{source.name}: the tar has no end, the file is cut; copy it again")
+        elif more:
+            where = f"at byte {archive.offset}"
+            yield Problem(
+                "corrupt",
+                f"{source.name}: more follows the end of the tar {where}; make one tar of all, or several files",
+            )
     except tarfile.TarError as error:
         kind = "cut" if "end of" in str(error) or stream.size == 0 else "corrupt"
         yield Problem(kind, f"{source.name}: not a whole tar ({error}); copy it again")
@@ -99,11 +126,12 @@ def _add(data: bytes, suffix: str, record: dict[str, Any], place: str) -> Proble
 
 
 class _Stream:
-    """What tarfile reads from: the chunks as a file, whose last block is kept."""
+    """What tarfile reads from: the chunks as a file, whose last two reads are kept."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks, self._rest = chunks, b""
-        self.size, self.last = 0, b""
+        self._last = b""
+        self.size = 0
 
     def read(self, size: int) -> bytes:
         parts, have = [self._rest], len(self._rest)
@@ -116,5 +144,16 @@ class _Stream:
         data = b"".join(parts)
         data, self._rest = data[:size], data[size:]
         self.size += len(data)
-        self.last = (self.last + data)[-_BLOCK:]
+        self._last = self._last[-size:] + data
         return data
+
+    def behind(self, position: int) -> tuple[int, bool]:
+        """Bytes from a position that tarfile has just looked at to the end, and whether not all are zero.
+
+        They are read so that whatever is wrong with them is met, too: a compressed stream that is cut, a checksum.
+        """
+        known = self._last[position - self.size :] if position < self.size else b""
+        length, more = 0, False
+        for piece in itertools.chain([known, self._rest], self._chunks):
+            length, more = length + len(piece), more or bool(piece.strip(b"\0"))
+        return length, more

@@ -21,7 +21,8 @@ CODE = (
 )
 # What a folder is searched for, plain or compressed. Other suffixes are read when the file itself is named.
 FOLDER_SUFFIXES = frozenset([*FORMATS, *PROSE.split(), *CODE.split()])
-_TEXT_SUFFIXES = frozenset([*PROSE.split(), *map(str.lower, CODE.split())])
+_CODE_SUFFIXES = frozenset(map(str.lower, CODE.split()))
+_TEXT_SUFFIXES = _CODE_SUFFIXES | frozenset(PROSE.split())
 SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages")  # what Python keeps beside its own library
 
 
@@ -46,6 +47,11 @@ class Source:
     def name(self) -> str:
         """The path for messages and the manifest, with undecodable bytes shown as escapes."""
         return self.url or shown(self.path)
+
+    @property
+    def code(self) -> bool:
+        """Whether its suffix is of source code."""
+        return Path(self.path.stem if self.compression else self.path.name).suffix.lower() in _CODE_SUFFIXES
 
     def open(self) -> BinaryIO:
         """The file's bytes."""

@@ -8,6 +8,7 @@ import stat
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -31,10 +32,14 @@ def zst(data: bytes) -> bytes:
 BAD_FILES = [
     ("empty.txt", b"", "empty", ["no text in it"]),
     ("blank.txt", b" \n\t\n", "empty", ["no text in it"]),
-    ("empty.jsonl", b"", "no document", ["no document in it"]),
+    ("empty.jsonl", b"", "empty", ["no line in it"]),
     ("blank.jsonl", b"\n\n", "no document", ["no document in it"]),
     ("nothing.jsonl", GOOD + b'{"text": ""}\n', "empty", ["line 2", "no text"]),
     ("spaces.jsonl", b'{"text": " \\u200b\\ufeff\\t"}\n' + GOOD, "empty", ["line 1", "no text"]),
+    ("empty.jsonl.gz", gzip.compress(b""), "empty", ["no line in it"]),
+    ("empty.txt.zst", zst(b""), "empty", ["no text in it"]),
+    ("shy.txt", "\u00ad\u200e\u034f\ufe0f".encode(), "empty", ["no text in it"]),
+    ("some.parquet.zst", zst(b"PAR1"), "unknown extension", ["Parquet is compressed inside"]),
     ("hollow.parquet", b"", "corrupt", ["not a whole Parquet file"]),
     ("hollow.tar", b"", "cut", ["not a whole tar"]),
     ("some.xyz", TEXT, "unknown extension", ["--read-as"]),
@@ -130,10 +135,16 @@ def test_skip_bad_counts_and_reports(
     assert f"skipped, {kind}: {entry['count']}" in run_prep(*arguments, "--overwrite").stdout
 
 
-def parquet(rows: list[object]) -> bytes:
+def parquet(rows: Any) -> bytes:
     out = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({"text": rows}), out)
     return out.getvalue()
+
+
+def mixed(*rows: bytes) -> bytes:
+    """A column of strings, not all of them UTF-8."""
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), len(rows), pyarrow.array(rows, pyarrow.binary()).buffers())
+    return parquet(texts)
 
 
 def tar(*members: tuple[str, bytes]) -> bytes:
@@ -151,6 +162,7 @@ BAD_RECORDS = [
     ("empty.parquet", parquet(["a", "", "b"]), "empty", ["row 2", "no text"], []),
     ("null.parquet", parquet(["a", "b", None]), "not a string", ["row 3", "'text' is null"], []),
     ("number.parquet", parquet([1]), "not a string", ["row 1", "'text' is a number"], []),
+    ("latin.parquet", mixed(b"a", b"caf\xe9", b"b"), "invalid UTF-8", ["row 2", "byte 3 is 0xe9"], []),
     ("cut.parquet", parquet(["a"])[:-4], "corrupt", ["not a whole Parquet file"], []),
     ("none.parquet", parquet([])[:], "empty", ["no row in it"], []),
     ("other.parquet", parquet(["a"]), "missing field", ["no column 'body'", "'text'", "--field"], ["--field", "body"]),
@@ -158,6 +170,14 @@ BAD_RECORDS = [
     ("latin.tar", tar(("a.txt", b"caf\xe9")), "invalid UTF-8", ["member a.txt", "byte 3 is 0xe9"], []),
     ("broken.tar", tar(("a.json", b"{"), ("b.txt", b"x")), "broken JSON", ["member a.json"], []),
     ("list.tar", tar(("a.json", b"[]"), ("b.txt", b"x")), "not an object", ["member a.json"], []),
+    ("cut.tar.gz", gzip.compress(tar(("a.txt", b"x")))[:-5], "cut", ["gzip", "cut"], []),
+    ("flipped.tar.gz", gzip.compress(tar(("a.txt", b"x")))[:-8] + bytes(8), "corrupt", ["damaged gzip"], []),
+    ("long.tar.zst", zst(tar(("a.txt", b"x")) + bytes(3 << 20))[:-1], "cut", ["zstd", "cut"], []),
+    ("joined.tar", tar(("a.txt", b"x")) + tar(("b.txt", b"y")), "corrupt", ["more follows the end", "byte 1024"], []),
+    ("endless.tar", tar(("a.txt", b"x"))[:1024], "cut", ["the tar has no end"], []),
+    ("hollow.tar.gz", gzip.compress(tar()), "empty", ["no member in it"], []),
+    ("pictures.tar", tar(("a.png", b"x")), "empty", ["no member in it", ".txt"], []),
+    ("half.tar", tar(("a.json", b'{"id": 1}'), ("a.txt", b"\xe9"), ("b.txt", b"x")), "invalid UTF-8", ["a.txt"], []),
     ("cut.tar", tar(("a.txt", b"x"), ("b.txt", b"x" * 3000))[:2000], "cut", ["tar"], []),
     ("gap.txt", b"one|| two", "empty", ["document 2", "no text"], ["--separator", "|"]),
     ("first.txt", b"|one", "empty", ["document 1", "no text"], ["--separator", "|"]),
@@ -193,8 +213,9 @@ def test_bad_records_of_other_formats(
     assert_refused(run_prep(*given), tmp_path / "out", str(tmp_path / name), *pieces)
     result = run_prep(*given, "--skip-bad", "--json")
     assert result.exit_code == 0, result.stderr
-    entry = json.loads(result.stdout)["skipped"][kind]
-    assert entry["count"] == 1 and all(piece in entry["first"] for piece in pieces)
+    skipped = json.loads(result.stdout)["skipped"]
+    assert set(skipped) == {kind} and skipped[kind]["count"] == 1
+    assert all(piece in skipped[kind]["first"] for piece in pieces)
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
@@ -210,6 +231,26 @@ def test_a_hollow_document_at_any_place(
     assert_refused(run_prep(*given), tmp_path / "out", f"in.jsonl, line {number + 1}: no text in field 'text'")
     kept = json.loads(run_prep(*given, "--skip-bad", "--json").stdout)
     assert kept["documents"] == 4 and kept["skipped"]["empty"]["count"] == 1
+
+
+@pytest.mark.parametrize("form", ["*.jsonl", ""])
+def test_an_empty_file_among_others(tmp_path: Path, run_prep: Run, tokenizer_file: Path, form: str) -> None:
+    """A part that did not arrive is not passed over, whether a pattern or a folder names it."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, data in {"0.jsonl": GOOD, "1.jsonl": b"", "2.jsonl": GOOD}.items():
+        (folder / name).write_bytes(data)
+    given = [folder / form, "--output", tmp_path / "out", "--tokenizer", tokenizer_file]
+    assert_refused(run_prep(*given), tmp_path / "out", "1.jsonl: no line in it")
+    kept = json.loads(run_prep(*given, "--skip-bad", "--json").stdout)
+    assert kept["documents"] == 2 and kept["skipped"]["empty"]["count"] == 1
+
+
+def test_white_space_behind_the_last_separator_is_counted(tmp_path: Path, run_prep: Run, tokenizer_file: Path) -> None:
+    (tmp_path / "a.txt").write_text("one---two---\n")
+    given = [tmp_path / "a.txt", "--output", tmp_path / "out", "--tokenizer", tokenizer_file, "--separator", "---"]
+    kept = json.loads(run_prep(*given, "--json").stdout)
+    assert kept["documents"] == 2 and kept["skipped"]["blank"]["count"] == 1
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -274,7 +315,8 @@ def test_all_bad_is_an_error_even_when_skipped(tmp_path: Path, run_prep: Run, to
         ("**/*.none", ["matches no file"]),
         ("pictures", ["pictures", "no text file", "2 .png", "1 hidden", "1 __pycache__"]),
         ("hollow", ["hollow", "no text file"]),
-        ("blanks", ["blanks", "no document in it"]),
+        ("blanks", ["blanks/a.txt", "no text in it"]),
+        ("modules", ["modules", "no document in it"]),
         ("loop", ["loop"]),
         ("pipe", ["pipe", "not a regular file"]),
         ("dangling.txt", ["dangling.txt"]),
@@ -291,6 +333,8 @@ def test_bad_argument_is_refused(
     (tmp_path / "hollow").mkdir()
     (tmp_path / "blanks").mkdir()
     (tmp_path / "blanks" / "a.txt").write_text("\n")
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "a.py").write_text("\n")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "dangling.txt").symlink_to("nowhere")
     os.mkfifo(tmp_path / "pipe")
@@ -298,7 +342,7 @@ def test_bad_argument_is_refused(
     output = tmp_path / "out"
     given = str(tmp_path / argument) if argument else ""
     result = run_prep(tmp_path / "good.txt", given, "--output", output, "--tokenizer", tokenizer_file)
-    assert_refused(result, output, *pieces, kept=argument == "blanks")  # the finished part of the other
+    assert_refused(result, output, *pieces, kept=argument == "modules")  # the finished part of the other
 
 
 def test_no_input_is_refused(tmp_path: Path, run_prep: Run) -> None:
