@@ -195,6 +195,15 @@ def _places_from_the_end(tokens: int, bounds: tuple[int, ...] | None, device: to
         return places.int()[None, :, None].to(device)
 
 
+@functools.lru_cache(maxsize=16)
+def _lengths(batch: int, tokens: int, bounds: tuple[int, ...] | None, device: torch.device) -> Tensor:
+    """Tokens of each sequence, int64; the same tensor for all layers."""
+    with torch.inference_mode(False):
+        if bounds is None:
+            return torch.full((batch,), tokens, dtype=torch.int64, device=device)
+        return torch.tensor(bounds).diff().to(device)
+
+
 def causal_state(key: Tensor, value: Tensor, theta: Tensor | None, cu_seqlens: list[int] | None) -> ScanState:
     """The state after each sequence's tokens, without their outputs: what sequence-parallel ranks exchange.
 
@@ -204,8 +213,4 @@ def causal_state(key: Tensor, value: Tensor, theta: Tensor | None, cu_seqlens: l
     bounds = None if cu_seqlens is None else tuple(cu_seqlens)
     places = None if theta is None else _places_from_the_end(key.shape[1], bounds, key.device)
     peak, mass, kv = triton_bidirectional_scan.states_op(key, value, theta, places, None, cu_seqlens)
-    if bounds is None:
-        lengths = torch.full(key.shape[:1], key.shape[1], dtype=torch.int64, device=key.device)
-    else:
-        lengths = torch.tensor(bounds).diff().to(key.device, non_blocking=True)
-    return ScanState(peak, mass, kv, lengths)
+    return ScanState(peak, mass, kv, _lengths(key.shape[0], key.shape[1], bounds, key.device))

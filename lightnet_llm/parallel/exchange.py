@@ -22,11 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .segments import Line, SequencePlace
+from .segments import Line, SequencePlace, all_gather
 from .states import BLOCKS, Algebra, gradients
-
-# Renamed by torch 2.13.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def arriving(
@@ -105,7 +102,7 @@ class _Job:
         payload = self.pack(tensors)
         self.buffer = payload.new_empty(self.place.size, payload.numel())
         self.place.traffic.add(payload, self.place.size - 1)
-        self.work = _all_gather(self.buffer.view(-1), payload, group=self.place.group, async_op=True)
+        self.work = all_gather(self.buffer.view(-1), payload, group=self.place.group, async_op=True)
 
     def gathered(self) -> Tensor:
         """What was gathered, uint8 [ranks, bytes] in order of travel."""

@@ -52,6 +52,10 @@ def problem(config: RunConfig, choice: Choice, world: int) -> str | None:
             f"parallel.zero_stage {parallel.zero_stage} cannot be combined with parallel.pipeline {parallel.pipeline}; "
             "the pipeline engine takes zero_stage: 1"
         )
+    if parallel.pipeline > 1 and model.head == "denoiser":
+        return f"parallel.pipeline {parallel.pipeline}: head: denoiser has no stages"
+    if parallel.tensor_sequence_parallel and parallel.tensor > 1 and model.image is not None:
+        return f"parallel.tensor_sequence_parallel shares rows of text; head: {model.head} has images"
     if parallel.sequence > length:
         return f"parallel.sequence {parallel.sequence} is more than data.sequence_length {length}: at most one rank a token"
     if parallel.sequence > 1 and model.axes > 1:
@@ -142,12 +146,6 @@ def legal_layout(config: RunConfig, world: int) -> Layout:
     Raises:
         UserError: it cannot run; names what is wrong and the nearest layouts on as many ranks that can.
     """
-    if config.model.head not in ("causal_lm", "masked_lm"):
-        raise UserError(
-            f"model.head: {config.model.head} is a model of lightnet_llm.models; `lightnet train` trains head: causal_lm and "
-            "masked_lm",
-            shared=True,
-        )
     own = choice_of(config)
     wrong = problem(config, own, world)
     if wrong is None:

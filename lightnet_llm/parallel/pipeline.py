@@ -1,7 +1,7 @@
-"""The causal language model as DeepSpeed pipeline stages, under the parameter names of the plain model.
+"""Models as DeepSpeed pipeline stages, under the parameter names of the plain models.
 
-Stages pass (hidden, sample_ids, cu_seqlens). ``cu_seqlens`` is padded to a fixed length by repeating its last entry, so
-that shapes never change; each stage cuts the padding off again.
+Stages of a language model pass (hidden, sample_ids, cu_seqlens). ``cu_seqlens`` is padded to a fixed length by repeating its
+last entry, so that shapes never change; each stage cuts the padding off again. Those of an image model pass (hidden, sample_ids).
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 from ..config.model import ModelConfig
+from ..models.backbone import embed_grid, grid_coordinates
 from ..models.block import Block
 from ..models.causal_lm import build_head, embed, head_loss
+from ..models.classifier import build_class_head, class_loss, classify, hits
 from ..models.context import ForwardContext
 from ..models.layers import PlainLayers
 from ..models.norms import Norm
+from ..models.patches import PatchEmbedding
 from ..models.tpe import ToeplitzEncoding
 from .layout import Groups
 from .sequence import SequencePlace, training_context
 
-Payload = tuple[Tensor, Tensor, Tensor]
+Payload = tuple[Tensor, ...]
 
 
 @dataclass
@@ -48,9 +51,9 @@ class Clock:
         return self.loss_weight * self.step_weight
 
     def context(
-        self, cu_seqlens: Tensor, sample_ids: Tensor, tokens: int, config: ModelConfig, training: bool
+        self, cu_seqlens: Tensor | None, sample_ids: Tensor, tokens: int, config: ModelConfig, training: bool
     ) -> ForwardContext:
-        """The forward context of a micro-batch; arguments as of :func:`training_context`."""
+        """The forward context of a micro-batch; arguments as of :func:`training_context`, no ``cu_seqlens`` for images."""
         step = self.step if training else None
         context = training_context(cu_seqlens, sample_ids, tokens, config, self.seed, step, self.place)
         if context.dropout is None:
@@ -77,6 +80,11 @@ class _Stage(nn.Module):
 
     def context(self, payload: Payload) -> ForwardContext:
         """The forward context that travels beside the activations."""
+        if self.config.image is not None:
+            _, sample_ids = payload
+            image = self.config.image
+            context = self.clock.context(None, sample_ids, image.tokens, self.config, self.training)
+            return context.at(grid_coordinates(image.grid, 0, sample_ids.device))
         _, sample_ids, cu_seqlens = payload
         tokens = (cu_seqlens.numel() - 1) // sample_ids.numel()
         return self.clock.context(_trim(cu_seqlens), sample_ids, tokens, self.config, self.training)
@@ -106,6 +114,30 @@ class PositionStage(_Stage):
         return hidden, payload[1], payload[2]
 
 
+class PatchStage(_Stage):
+    """Images to embedded patches."""
+
+    def __init__(self, config: ModelConfig, layers: PlainLayers, clock: Clock):
+        super().__init__(config, layers, clock)
+        self.embedding = PatchEmbedding(config)
+
+    def forward(self, payload: Payload) -> Payload:
+        return self.embedding(payload[0]), *payload[1:]
+
+
+class GridStage(_Stage):
+    """TPE of patches and the dropout after it."""
+
+    def __init__(self, config: ModelConfig, layers: PlainLayers, clock: Clock):
+        super().__init__(config, layers, clock)
+        self.tpe = ToeplitzEncoding(config) if config.tpe else None
+
+    def forward(self, payload: Payload) -> Payload:
+        assert self.config.image is not None
+        context = self.context(payload)
+        return embed_grid(payload[0], self.tpe, self.config, self.config.image.grid, context), *payload[1:]
+
+
 class BlockStage(_Stage):
     """One LightNet block."""
 
@@ -115,18 +147,18 @@ class BlockStage(_Stage):
 
     def forward(self, payload: Payload) -> Payload:
         hidden, _ = self.block(payload[0], self.context(payload))
-        return hidden, payload[1], payload[2]
+        return hidden, *payload[1:]
 
 
 class NormStage(_Stage):
-    """Final norm; the head's product follows in the loss, which applies no norm of its own."""
+    """Final norm; a language model's head's product follows in the loss, which applies no norm of its own."""
 
     def __init__(self, config: ModelConfig, layers: PlainLayers, clock: Clock):
         super().__init__(config, layers, clock)
         self.norm = Norm(config.norm, config.width, config.norm_eps)
 
     def forward(self, payload: Payload) -> Payload:
-        return self.norm(payload[0]), payload[1], payload[2]
+        return self.norm(payload[0]), *payload[1:]
 
 
 class HeadStage(_Stage):
@@ -138,6 +170,17 @@ class HeadStage(_Stage):
 
     def forward(self, payload: Payload) -> tuple[Tensor, Tensor]:
         return _with_weight(payload[0], self.head)
+
+
+class ClassStage(_Stage):
+    """Mean over tokens and the head."""
+
+    def __init__(self, config: ModelConfig, layers: PlainLayers, clock: Clock):
+        super().__init__(config, layers, clock)
+        self.head = build_class_head(config)
+
+    def forward(self, payload: Payload) -> Tensor:
+        return classify(payload[0], self.head)
 
 
 def _tied_head(stage: EmbeddingStage, payload: Payload) -> tuple[Tensor, Tensor]:
@@ -153,35 +196,37 @@ def _with_weight(hidden: Tensor, head: nn.Module) -> tuple[Tensor, Tensor]:
     return hidden, head.weight.view_as(head.weight)
 
 
-class PipelinedCausalLM(PipelineModule):
-    """DeepSpeed pipeline of the causal language model.
+class PipelinedModel(PipelineModule):
+    """DeepSpeed pipeline of a model.
 
     DeepSpeed names parameters by stage number; here they are registered again under the plain model's names, so that
     checkpoints do not care which engine wrote them.
 
     Args:
         bounds: of the stages, see :mod:`.stages`.
+
+    Attributes:
+        figures: of the micro-batches of an evaluation, see :meth:`_loss`; the caller clears it.
     """
 
     def __init__(self, config: ModelConfig, layers: PlainLayers, groups: Groups, clock: Clock, bounds: Sequence[int]):
         common = (config, layers, clock)
-        specs: list[Any] = [
-            TiedLayerSpec("embedding", EmbeddingStage, *common, tied_weight_attr="embedding.weight")
-            if config.tie_embeddings
-            else LayerSpec(EmbeddingStage, *common),
-            LayerSpec(PositionStage, *common),
-            *(LayerSpec(BlockStage, *common, index) for index in range(config.layers)),
-            LayerSpec(NormStage, *common),
-            TiedLayerSpec(
-                "embedding", EmbeddingStage, *common, forward_fn=_tied_head, tied_weight_attr="embedding.weight"
-            )
-            if config.tie_embeddings
-            else LayerSpec(HeadStage, *common),
-        ]
+        first, last = self._ends(*common)
+        blocks = [LayerSpec(BlockStage, *common, index) for index in range(config.layers)]
+        specs = [*first, *blocks, LayerSpec(NormStage, *common), last]
         object.__setattr__(self, "_bounds", list(bounds))  # no module's attribute yet
         super().__init__(specs, topology=groups.topology, loss_fn=self._loss, base_seed=clock.seed)
         self.config, self.layers_set, self.clock = config, layers, clock
+        self.figures: list[Tensor] = []
         self._register_plain_names()
+
+    def _ends(self, *common: Any) -> tuple[list[Any], Any]:
+        """Specifications of the stages before the blocks, two, and of the last one."""
+        raise NotImplementedError
+
+    def _loss(self, outputs: Any, labels: Tensor) -> Tensor:
+        """The last stage's outputs to the mean loss times the clock's weight."""
+        raise NotImplementedError
 
     def _partition_layers(self, method: str = "") -> None:
         """DeepSpeed's hook: the bounds are known."""
@@ -204,15 +249,40 @@ class PipelinedCausalLM(PipelineModule):
         self.add_module("layers", blocks)
         object.__setattr__(self, "_stages", stages)
 
-    def train(self, mode: bool = True) -> PipelinedCausalLM:
+    def train(self, mode: bool = True) -> PipelinedModel:
         """Stages are not children any more, so they are told here."""
         super().train(mode)
         for stage in getattr(self, "_stages", []):
             stage.train(mode)
         return self
 
+
+class PipelinedCausalLM(PipelinedModel):
+    """The causal (or masked) language model; a tied embedding is held by the first and the last stage."""
+
+    def _ends(self, *common: Any) -> tuple[list[Any], Any]:
+        positions = LayerSpec(PositionStage, *common)
+        if not common[0].tie_embeddings:
+            return [LayerSpec(EmbeddingStage, *common), positions], LayerSpec(HeadStage, *common)
+        tied = ("embedding", EmbeddingStage, *common)
+        head = TiedLayerSpec(*tied, forward_fn=_tied_head, tied_weight_attr="embedding.weight")
+        return [TiedLayerSpec(*tied, tied_weight_attr="embedding.weight"), positions], head
+
     def _loss(self, outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
         """Normed activations and the head's weight to the mean loss, as of ``CausalLM.forward`` with labels."""
         hidden, weight = outputs
         total = head_loss(hidden, weight, nn.Identity(), self.layers_set, labels, self.config.vocab_size, "sum")
         return total / labels.numel() * self.clock.weight
+
+
+class PipelinedClassifier(PipelinedModel):
+    """The image classifier, on images of the size of the configuration."""
+
+    def _ends(self, *common: Any) -> tuple[list[Any], Any]:
+        return [LayerSpec(PatchStage, *common), LayerSpec(GridStage, *common)], LayerSpec(ClassStage, *common)
+
+    def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Logits and shares of classes [B, classes] to the mean loss; in evaluation also hits, for ``figures``."""
+        if not self.training:
+            self.figures.append(hits(outputs, labels))
+        return class_loss(outputs, labels) * self.clock.weight

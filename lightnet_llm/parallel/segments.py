@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+# Renamed by torch 2.13.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 GATHERED = 8  # ranks up to which "auto" gathers all states: beyond, each would receive more than it can use
 
 Method = Literal["auto", "all_gather", "prefix"]
@@ -83,6 +87,8 @@ class Line:
         source: int64 [B], the local segment of each row whose state travels.
         target: int64 [B], the local segment of each row that receives.
         backwards: whether ranks are visited from the last to the first.
+        gives: int64 [segments], the row whose state a local segment sends on; -1 for none.
+        receives: int64 [segments], the row whose state it receives; -1 for none.
     """
 
     position: int
@@ -91,6 +97,8 @@ class Line:
     source: Tensor
     target: Tensor
     backwards: bool
+    gives: Tensor
+    receives: Tensor
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,7 @@ class SegmentPlan:
         continues: bool [ranks, B], whether a rank's part of a row begins inside a segment.
         single: bool [ranks, B], whether a rank's part of a row holds one segment only.
         rank: this rank.
+        segments: local segments of all rows.
     """
 
     cu_seqlens: Tensor | None
@@ -112,16 +121,30 @@ class SegmentPlan:
     continues: Tensor
     single: Tensor
     rank: int
+    segments: int
 
     def line(self, backwards: bool = False) -> Line:
-        """Travel from the first rank to the last, or backwards."""
+        """Travel from the first rank to the last, or backwards; the same for every layer."""
+        return self._lines[backwards]
+
+    @cached_property
+    def _lines(self) -> tuple[Line, Line]:
         ends = torch.zeros_like(self.continues[:1])
-        if not backwards:
-            going = torch.cat([self.continues[1:], ends])
-            return Line(self.rank, going, self.single, self.last, self.first, False)
+        going, single = torch.cat([self.continues[1:], ends]), self.single.contiguous()
         # A row leaves rank r backwards where its part there begins inside a segment.
-        going = self.continues.flip(0)
-        return Line(len(going) - 1 - self.rank, going, self.single.flip(0), self.first, self.last, True)
+        back = self.continues.flip(0).contiguous()
+        last, first = self._rows(self.last), self._rows(self.first)
+        return (
+            Line(self.rank, going, single, self.last, self.first, False, last, first),
+            Line(
+                len(back) - 1 - self.rank, back, single.flip(0).contiguous(), self.first, self.last, True, first, last
+            ),
+        )
+
+    def _rows(self, segments: Tensor) -> Tensor:
+        """Row of each of these local segments [B], -1 for all others."""
+        none = torch.full((self.segments,), -1, dtype=torch.int64, device=segments.device)
+        return none.index_copy(0, segments, torch.arange(len(segments), device=segments.device))
 
 
 def plan_segments(
@@ -140,7 +163,7 @@ def plan_segments(
         every = torch.arange(rows, device=device)
         continues = torch.ones(place.size, rows, dtype=torch.bool, device=device)
         continues[0] = False
-        return SegmentPlan(None, every, every, continues, torch.ones_like(continues), place.rank)
+        return SegmentPlan(None, every, every, continues, torch.ones_like(continues), place.rank, rows)
     device = cu_seqlens.device if device is None else device
     bounds = cu_seqlens.cpu().long()
     begins = torch.zeros(rows + 1, padded, dtype=torch.bool)
@@ -160,4 +183,6 @@ def plan_segments(
     def there(x: Tensor) -> Tensor:
         return x.to(device, non_blocking=True)
 
-    return SegmentPlan(local, there(first), there(last), there(continues.T), there((counts == 1).T), place.rank)
+    return SegmentPlan(
+        local, there(first), there(last), there(continues.T), there((counts == 1).T), place.rank, len(local) - 1
+    )

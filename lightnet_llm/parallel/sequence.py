@@ -19,6 +19,7 @@ from ..config.model import ModelConfig
 from ..models.context import ForwardContext
 from ..models.dropout import DropoutKey
 from .exchange import arriving
+from .fused_exchange import fused_arriving, serves
 from .segments import SegmentPlan, SequencePlace, plan_segments
 from .states import SCAN, TOEPLITZ, Algebra
 
@@ -36,6 +37,8 @@ class _Chain:
     def _arriving(self, state: Any, parameter: Tensor | None, backwards: bool = False, meanwhile: Any = None) -> Any:
         """[segments, ...] of this rank's own to [segments, ...] of what lies before (after) on other ranks."""
         line = self.plan.line(backwards)
+        if serves(state, self.place):
+            return fused_arriving(state, parameter, line, self.place, meanwhile)
         own = type(state)(*(x.index_select(0, line.source) for x in state))
         row_state = arriving(self.algebra, own, parameter, line, self.place, meanwhile)
         return self._spread(row_state, self.algebra.identity(state), line.target)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..config.model import ModelConfig
-from ..models.causal_lm import CausalLM
+from ..models import build_model
 from ..models.layers import PlainLayers
 
 
@@ -38,12 +38,13 @@ def units(config: ModelConfig) -> list[str]:
 def unit_parameters(config: ModelConfig, tensor_parallel: int) -> list[list[nn.Parameter]]:
     """Parameters of every unit on one tensor-parallel rank, without storage; a tied embedding is the head's as well."""
     with torch.device("meta"):
-        model = CausalLM(config, PartLayers(tensor_parallel))
+        model = build_model(config, PartLayers(tensor_parallel))
     held: dict[str, list[nn.Parameter]] = {unit: [] for unit in units(config)}
     for name, parameter in model.named_parameters():
         parts = name.split(".")
-        held[".".join(parts[:2]) if parts[0] == "layers" else parts[0]].append(parameter)
-    if config.tie_embeddings:
+        unit = ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+        held[unit if unit in held else "embedding"].append(parameter)  # a denoiser's time step and class
+    if config.ties_head:
         held["head"] = held["embedding"]
     return list(held.values())
 

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightnet_kernels import additive_scan, toeplitz_scan
+from lightnet_kernels import additive_scan, identity_state, toeplitz_scan
 from torch import Tensor
 
+from lightnet_llm.parallel.fused_exchange import serves
 from lightnet_llm.parallel.segments import SegmentPlan, SequencePlace, plan_segments
 from lightnet_llm.parallel.sequence import SequenceExchange
 from tests.unit.kernels.kernel_oracle import expected
@@ -245,7 +246,8 @@ def check_bytes(place: SequencePlace, device: str) -> None:
         found.append(mine.traffic.bytes)
     assert len(set(found)) == 1, found
     kv, vectors = HEADS * 2 * WIDTH * WIDTH * 4, HEADS * WIDTH * 4
-    forward, backward = kv + 2 * vectors + 8, kv + vectors
+    fused = serves(identity_state(1, 1, 1, 1, device=device), mine)  # gradients travel beside the maxima they belong to
+    forward, backward = kv + 2 * vectors + 8, kv + (2 if fused else 1) * vectors
     if mine.gathers:
         assert found[0] == (place.size - 1) * (forward + backward), found
     else:
@@ -291,6 +293,21 @@ def plant(name: str) -> None:
         globals()["plan_segments"] = shifted
     else:
         raise ValueError(f"PLANT={name}: no such fault")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _plant_in_kernels(name)
+
+
+def _plant_in_kernels(name: str) -> None:
+    """The same faults where kernels exchange states."""
+    from lightnet_kernels import triton_exchange as kernels
+
+    arrived, given = kernels.arrived, kernels.given
+    if name == "drop_merge":
+        kernels.arrived = lambda *x: arrived(*x[:2], (*x[2][:2], torch.full_like(x[2][2], -1)), *x[3:])
+    elif name == "keep_frame":
+        kernels.arrived = lambda *x: arrived(*x[:4], None, x[5])
+    elif name == "drop_gradient":
+        kernels.given = lambda *x: tuple(torch.zeros_like(y) for y in given(*x))
 
 
 def run_all(device: str, backend: str, dtype: torch.dtype) -> None:
@@ -303,6 +320,14 @@ def run_all(device: str, backend: str, dtype: torch.dtype) -> None:
         sizes = ([3, 0, 150, 64], 2, 24) if device == "cpu" else ([30, 0, 70_000, 64, 5000], 8, 128)
         for theta in (True, False):
             attempt(f"state theta={theta}", check_state, *sizes, theta, device, dtype)
+    if os.environ.get("TRITON_INTERPRET") == "1" and backend == "torch":  # for the kernels of the exchange
+        for case in CASES:
+            for causal, theta in ((True, True), (True, False), (False, True)):
+                label = f"all_gather {case} causal={causal} theta={theta}"
+                attempt(label, check_scan, case, places[0], causal, theta, device, backend, dtype)
+        attempt("all_gather bytes", check_bytes, places[0], device)
+        attempt("all_gather meanwhile", check_meanwhile, places[0], device)
+        return
     if device == "cpu" and backend == "triton":  # the interpreter is slow
         for case in ("left over", "on ranks' edges"):
             attempt(f"{case} causal", check_scan, case, places[0], True, True, device, backend, dtype)

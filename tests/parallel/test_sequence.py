@@ -49,6 +49,19 @@ def test_triton_under_the_interpreter() -> None:
     exchange_ranks("2", "cpu", "triton", "float32", TRITON_INTERPRET="1", timeout=290)
 
 
+@pytest.mark.parametrize("world", ["3", pytest.param("5", marks=SLOW)])
+def test_kernels_of_the_exchange(world: str) -> None:
+    pytest.importorskip("triton")
+    exchange_ranks(world, "cpu", "torch", "float32", TRITON_INTERPRET="1", timeout=290)
+
+
+@pytest.mark.parametrize("plant", ["drop_merge", "keep_frame", "drop_gradient", pytest.param("shift_edge", marks=SLOW)])
+def test_a_fault_in_the_kernels_of_the_exchange_is_seen(plant: str) -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(AssertionError, match=r"AssertionError: all_gather .*: (output|key|value|query|theta): "):
+        exchange_ranks("3", "cpu", "torch", "float32", PLANT=plant, TRITON_INTERPRET="1")
+
+
 LAYOUTS = {
     "sp3": (3, ["parallel.sequence=3"]),  # 64 tokens: two columns of padding
     "sp2_prefix": (2, ["parallel.sequence=2", "parallel.sequence_exchange=prefix"]),

@@ -1,0 +1,135 @@
+"""The exchange of scan states by all-gather as a few kernels: what :mod:`.exchange` does for any state, in its definition.
+
+On a GPU the exchange of one layer is some 400 small operators there, forward and backward: more for the host to launch than
+all else of the layer. Here a state is packed, merged and differentiated by one kernel each
+(:mod:`lightnet_kernels.triton_exchange`); payloads have the same layout and size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightnet_kernels import ScanState
+from torch import Tensor
+
+from .segments import Line, SequencePlace, all_gather
+
+
+def serves(state: Any, place: SequencePlace) -> bool:
+    """Whether the kernels do this exchange: float32 scan states, gathered as they are, on a GPU with Triton (or under its
+    interpreter)."""
+    if not isinstance(state, ScanState) or state.kv.dtype != torch.float32 or place.in_flight != torch.float32:
+        return False
+    return place.gathers and _kernels_serve(state.kv.device.type)
+
+
+def _kernels_serve(kind: str) -> bool:
+    from lightnet_kernels.companions import kernels
+
+    found = kernels("triton_exchange")
+    if found is None:
+        return False
+    return kind == "cuda" or (kind == "cpu" and bool(found.triton.knobs.runtime.interpret))
+
+
+def fused_arriving(
+    state: ScanState,
+    theta: Tensor | None,
+    line: Line,
+    place: SequencePlace,
+    meanwhile: Callable[[], None] | None = None,
+) -> ScanState:
+    """[segments, ..] of this rank's own to what each segment receives, the identity where nothing arrives.
+
+    As `exchange.arriving` between selecting the segments that travel and giving what arrives to those that receive.
+    """
+    job = _Job(ScanState(*(x.detach().contiguous() for x in state)), line, place)
+    sent = _Send.apply(job, state.sum, state.kv)
+    if meanwhile is not None:
+        meanwhile()
+    total, kv = _Receive.apply(job, None if theta is None else theta.float(), *sent)
+    received, job.received = job.received, None
+    assert received is not None
+    return received._replace(sum=total, kv=kv)
+
+
+class _Job:
+    """One exchange: what its halves share."""
+
+    def __init__(self, local: ScanState, line: Line, place: SequencePlace):
+        from lightnet_kernels import triton_exchange
+
+        self.kernels = triton_exchange
+        self.local: ScanState | None = local
+        self.line, self.place = line, place
+        self.numbers = (place.size, line.position, line.source.shape[0])
+        self.received: ScanState | None = None
+        self.buffer: Tensor | None = None
+        self.work: Any = None
+        # From `_Receive` to `_Send`, backward.
+        self.gathered: Tensor | None = None
+        self.theta: Tensor | None = None
+
+    def gather(self, payload: Tensor) -> None:
+        self.buffer = payload.new_empty(self.place.size, payload.numel())
+        self.place.traffic.add(payload, self.place.size - 1)
+        self.work = all_gather(self.buffer.view(-1), payload, group=self.place.group, async_op=True)
+
+    def taken(self) -> Tensor:
+        assert self.buffer is not None
+        self.work.wait()
+        buffer, self.buffer, self.work = self.buffer, None, None
+        return buffer
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, job: _Job, total: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        assert job.local is not None
+        ctx.job = job
+        ctx.save_for_backward(job.local.max)
+        job.gather(job.kernels.packed(job.local, job.line.source, True))
+        return total.view_as(total), kv.view_as(kv)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor, kv: Tensor) -> tuple[None, Tensor, Tensor]:
+        job: _Job = ctx.job
+        (top,) = ctx.saved_tensors
+        gathered, job.gathered = job.gathered, None
+        theta, job.theta = job.theta, None
+        flags = (job.line.continues, job.line.single, job.line.gives)
+        assert gathered is not None
+        return None, *job.kernels.given(job.taken(), gathered, top, kv, flags, job.numbers, theta, job.line.backwards)
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, job: _Job, theta: Tensor | None, *_: Tensor) -> tuple[Tensor, Tensor]:
+        gathered, local, line = job.taken(), job.local, job.line
+        assert local is not None
+        job.local = None
+        found = job.kernels.arrived(
+            gathered, local, (line.continues, line.single, line.receives), job.numbers, theta, line.backwards
+        )
+        ctx.job, job.received = job, found
+        ctx.save_for_backward(gathered, theta, found.max)
+        return found.sum, found.kv
+
+    @staticmethod
+    def backward(ctx: Any, grad_sum: Tensor, grad_kv: Tensor) -> tuple[Any, ...]:
+        job: _Job = ctx.job
+        gathered, theta, top = ctx.saved_tensors
+        line, grad_sum, grad_kv = job.line, grad_sum.contiguous(), grad_kv.contiguous()
+        grads = ScanState(top, grad_sum, grad_kv, line.target)
+        job.gather(job.kernels.packed(grads, line.target, False))
+        job.gathered, job.theta = gathered, theta
+        of_theta = None
+        if theta is not None and ctx.needs_input_grad[1]:
+            flags = (line.continues, line.single)
+            of_theta = job.kernels.theta_grad(
+                gathered, top, grad_kv, flags, line.target, job.numbers, theta, line.backwards
+            )
+        # What `_Send` takes is in the payloads; these only make it run.
+        return None, of_theta, grad_sum, grad_kv
