@@ -18,7 +18,15 @@ from lightnet_data.sample_shards import SampleStore, class_names
 from lightnet_data.shuffle import Permutation
 
 Sample = dict[str, Any]
-AUGMENTATION, LATENT = 0, 1  # streams of draws
+ARRAYS = {"other_image": "other_images", "box": "boxes", "noise": "noise", "kept": "kept"}
+NUMBERS = {
+    "label": "labels",
+    "number": "numbers",
+    "sample_id": "sample_ids",
+    "other_label": "other_labels",
+    "timestep": "timesteps",
+}
+AUGMENTATION, LATENT, MIXING, NOISE = range(4)  # streams of draws
 
 
 class _Samples(torch.utils.data.Dataset[Sample]):
@@ -146,7 +154,8 @@ def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
         samples: B samples of one kind and one size.
 
     Returns:
-        images: uint8 [B, 3, H, W], or latents: float32 [B, C, h, w]. labels, numbers, sample_ids: int64 [B].
+        images: uint8 [B, 3, H, W], or latents: float32 [B, C, h, w]. labels, numbers, sample_ids: int64 [B]. What
+        ``MixedImages`` and ``NoisedSamples`` add: other_images, boxes, kept, noise; int64 [B] other_labels, timesteps.
 
     Raises:
         DataError: images of different sizes.
@@ -157,6 +166,10 @@ def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
             sizes = f"{list(samples[0][name].shape)} and {list(sample[name].shape)} (sample {sample['number']})"
             raise DataError(f"a batch of {name}s of {sizes}; crop them to one size by a transform")
     batch = {f"{name}s": torch.from_numpy(np.stack([sample[name] for sample in samples]))}
-    for key, plural in (("label", "labels"), ("number", "numbers"), ("sample_id", "sample_ids")):
-        batch[plural] = torch.tensor([sample[key] for sample in samples], dtype=torch.int64)
+    for key, plural in ARRAYS.items():
+        if key in samples[0]:
+            batch[plural] = torch.from_numpy(np.stack([sample[key] for sample in samples]))
+    for key, plural in NUMBERS.items():
+        if key in samples[0]:
+            batch[plural] = torch.tensor([sample[key] for sample in samples], dtype=torch.int64)
     return batch

@@ -10,18 +10,24 @@ from lightnet_data.draws import Draws
 
 # A PIL image and the sample's draws to a PIL image.
 Transform = Callable[[Any, Draws], Any]
+# Height and width, or one side of a square.
+Size = int | tuple[int, int]
 TRIES = 10
+
+
+def _sides(size: Size) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 @dataclass(frozen=True)
 class RandomResizedCrop:
-    """A part of ``scale`` of the image's area and of ``ratio`` width / height, resized to size x size (bicubic).
+    """A part of ``scale`` of the image's area and of ``ratio`` width / height, resized to ``size`` (bicubic).
 
     Area uniform, ratio log-uniform, as in Inception's and DeiT's recipes (torchvision's RandomResizedCrop). If no part fits
     in ``TRIES`` tries, the largest middle part whose ratio is allowed.
     """
 
-    size: int
+    size: Size
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
 
@@ -43,7 +49,8 @@ class RandomResizedCrop:
         """See the class."""
         width, height = image.size
         box = self.box(width, height, draws)
-        return image.resize((self.size, self.size), pictures.pillow().Resampling.BICUBIC, box=box)
+        high, wide = _sides(self.size)
+        return image.resize((wide, high), pictures.pillow().Resampling.BICUBIC, box=box)
 
 
 @dataclass(frozen=True)
@@ -60,16 +67,19 @@ class HorizontalFlip:
 
 @dataclass(frozen=True)
 class CenterCrop:
-    """The middle size x size pixels, after the shorter side was resized to size / ``share`` (0.875: evaluation on ImageNet)."""
+    """The middle ``size`` pixels, after the image was resized to fill size / ``share`` (0.875: evaluation on ImageNet)."""
 
-    size: int
+    size: Size
     share: float = 0.875
 
     def __call__(self, image: Any, draws: Draws) -> Any:
         """See the class."""
-        image = pictures.shorter_side(image, max(self.size, round(self.size / self.share)))
-        left, top = (image.width - self.size) // 2, (image.height - self.size) // 2
-        return image.crop((left, top, left + self.size, top + self.size))
+        high, wide = _sides(self.size)
+        shorter = min(image.size)
+        fills = max(-(-high * shorter // image.height), -(-wide * shorter // image.width))
+        image = pictures.shorter_side(image, max(fills, round(fills / self.share)))
+        left, top = (image.width - wide) // 2, (image.height - high) // 2
+        return image.crop((left, top, left + wide, top + high))
 
 
 @dataclass(frozen=True)

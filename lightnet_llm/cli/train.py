@@ -36,7 +36,7 @@ def resolve(config: RunConfig, world: int) -> dict[str, Any]:
     """
     import torch
 
-    from ..models import CausalLM, count_parameters
+    from ..models import build_model, count_parameters
     from ..parallel.holdings import rank_table
     from ..parallel.legality import legal_layout
     from ..training.schedule import budget_of
@@ -45,7 +45,7 @@ def resolve(config: RunConfig, world: int) -> dict[str, Any]:
     budget = budget_of(config, layout.data)
     deepspeed_config(config, layout.data, layout.sequence)
     with torch.device("meta"):
-        parameters = count_parameters(CausalLM(config.model))
+        parameters = count_parameters(build_model(config.model))
     return {
         "name": config.train.name,
         "parameters": parameters,

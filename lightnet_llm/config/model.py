@@ -20,6 +20,11 @@ class ImageConfig(Section):
         """Tokens along height and width."""
         return self.size[0] // self.patch, self.size[1] // self.patch
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of an image."""
+        return self.grid[0] * self.grid[1]
+
     @model_validator(mode="after")
     def _patches(self) -> "ImageConfig":
         if any(side < self.patch or side % self.patch for side in self.size):
@@ -102,6 +107,16 @@ class ModelConfig(Section):
     def head_width(self) -> int:
         """Features per head (query, key and value alike)."""
         return self.width // self.heads
+
+    @property
+    def prefix(self) -> int:
+        """Tokens before those of an image: a denoiser's time step and class."""
+        return 2 if self.head == "denoiser" else 0
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether the head's weight is the embedding's."""
+        return self.tie_embeddings and self.image is None
 
     @model_validator(mode="after")
     def _cross_checks(self) -> "ModelConfig":

@@ -1,5 +1,7 @@
 """The mathematics of LightNet. Nothing here imports megatron or deepspeed, and nothing communicates."""
 
+from ..config.model import ModelConfig
+from .backbone import Backbone
 from .causal_lm import CausalLM, CausalLMOutput
 from .classifier import ImageClassifier
 from .context import ForwardContext, ModelState
@@ -15,6 +17,14 @@ __all__ = [
     "ImageClassifier",
     "ModelState",
     "PlainLayers",
+    "build_model",
     "count_parameters",
     "initialize",
 ]
+
+HEADS = {"causal_lm": CausalLM, "masked_lm": CausalLM, "classifier": ImageClassifier, "denoiser": Denoiser}
+
+
+def build_model(config: ModelConfig, layers: PlainLayers | None = None) -> Backbone:
+    """The model that ``config.head`` names, without initial values (see :func:`initialize`)."""
+    return HEADS[config.head](config, layers)

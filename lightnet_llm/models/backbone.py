@@ -41,14 +41,26 @@ class Backbone(nn.Module):
         Returns:
             [B, prefix + h * w, width].
         """
-        if self.tpe is not None:
-            encoded, _ = self.tpe(tokens[:, prefix:], context, grid=grid)
-            tokens = torch.cat([tokens[:, :prefix], encoded], 1) if prefix else encoded
-        hidden = dropout(tokens, self.config.dropout, context.dropout, 0)
+        hidden = embed_grid(tokens, self.tpe, self.config, grid, context, prefix)
         context = context.at(grid_coordinates(grid, prefix, tokens.device))
         for block in self.layers:
             hidden, _ = block(hidden, context)
         return self.norm(hidden)
+
+
+def embed_grid(
+    tokens: Tensor,
+    tpe: ToeplitzEncoding | None,
+    config: ModelConfig,
+    grid: tuple[int, int],
+    context: ForwardContext,
+    prefix: int = 0,
+) -> Tensor:
+    """TPE and the first dropout of embedded patches; shared by the plain and the pipelined models."""
+    if tpe is not None:
+        encoded, _ = tpe(tokens[:, prefix:], context, grid=grid)
+        tokens = torch.cat([tokens[:, :prefix], encoded], 1) if prefix else encoded
+    return dropout(tokens, config.dropout, context.dropout, 0)
 
 
 def grid_coordinates(grid: tuple[int, ...], prefix: int, device: torch.device) -> Tensor:

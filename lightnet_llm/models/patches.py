@@ -21,9 +21,9 @@ class PatchEmbedding(nn.Conv2d):
         declare(self.bias, ParameterSpec((config.width,), constant(0.0), decay=False))
 
     def forward(self, images: Tensor) -> Tensor:
-        """[B, C, h * patch, w * patch] to [B, h * w, width]."""
+        """[B, C, h * patch, w * patch], of any float dtype, to [B, h * w, width]."""
         self.grid(images)
-        return super().forward(images).flatten(2).transpose(1, 2)
+        return super().forward(images.to(self.weight.dtype)).flatten(2).transpose(1, 2).contiguous()
 
     def grid(self, images: Tensor) -> tuple[int, int]:
         """(h, w) of images of any size made of whole patches.

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightnet_data import manifest as manifests
-from lightnet_data.dataset import PackedTokens, collate, open_windows
+from lightnet_data.dataset import PackedTokens, open_windows
 from lightnet_data.errors import DataError
 from lightnet_data.mixture import Schedule
 from lightnet_data.sampler import GlobalBatchSampler
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..config.run import RunConfig
 from ..errors import UserError
-from .masking import masked, rule_of
+from . import image_data
+from .masking import rule_of
 from .schedule import Budget
 from .sources import (
     common_tokenizer,
@@ -26,11 +25,10 @@ from .sources import (
     sources_of,
     stages_of,
     tokenizer_file,
-    training_samples,
     used_sources,
 )
+from .tasks import Batch, task_of
 
-Batch = dict[str, Tensor]
 Note = Callable[[str], None]
 
 
@@ -39,11 +37,14 @@ def _unsaid(line: str) -> None:
 
 
 def check_tokenizer(config: RunConfig) -> Path | None:
-    """The tokenizer file beside the data; refuses a model whose vocabulary is smaller than the tokenizer's.
+    """The tokenizer file beside the data (None: images); refuses a model whose vocabulary is smaller than the tokenizer's.
 
     Raises:
         UserError: that, data that are not there, or sources of different tokenizers.
     """
+    if config.model.image is not None:
+        image_data.folder_of(config)
+        return None
     source = common_tokenizer(sources_of(config))
     size = int(source.tokenizer.get("vocab_size", 0))
     if size > config.model.vocab_size:
@@ -63,6 +64,8 @@ def check_sets(config: RunConfig, note: Note = _unsaid) -> dict[str, Any]:
     Returns:
         What the training data are: number of tokens, the tokenizer's fingerprint, and how samples are ordered.
     """
+    if config.model.image is not None:
+        return image_data.check(config)
     tokens = {}
     for name, source in sources_of(config).items():
         opened = source.open(config)
@@ -83,6 +86,8 @@ def check_validation(config: RunConfig, note: Note = _unsaid) -> None:
     Raises:
         UserError, DataError: one named in ``data.validation`` is missing or shorter than a window, or any is damaged.
     """
+    if config.model.image is not None:
+        return image_data.check_validation(config)
     for prefix in validation_prefixes(config, note).values():
         if config.validation.interval:
             PackedTokens(prefix, config.data.sequence_length, shuffle=False).windows.check()
@@ -94,12 +99,12 @@ def training_batches(config: RunConfig, budget: Budget, rank: int, size: int, st
     Args:
         rank, size: place among the ranks that read different samples.
     """
-    dataset = masked(training_samples(config), config)
+    task = task_of(config)
     sampler = GlobalBatchSampler(budget.batch_at, config.train.micro_batch, rank, size, start_step, budget.steps)
     loader = DataLoader(
-        dataset,
+        task.training_samples(budget),
         batch_sampler=sampler,
-        collate_fn=collate,
+        collate_fn=task.collate,
         num_workers=config.data.workers,
         pin_memory=False,
         persistent_workers=False,
@@ -113,6 +118,8 @@ def validation_prefixes(config: RunConfig, note: Note = _unsaid) -> dict[str, st
 
     Held-out splits shorter than a window are left out, with a ``note``.
     """
+    if config.model.image is not None:
+        return image_data.validation_locations(config)
     prefixes = {}
     for name, source in sources_of(config).items():
         prefix = f"{source.folder}/validation"
@@ -161,38 +168,31 @@ def _is_split(location: str) -> bool:
 class ValidationSet:
     """The first samples of a held-out set, cut into micro-batches; what fills the last one up does not count."""
 
-    def __init__(self, name: str, prefix: str, config: RunConfig, rank: int, size: int):
-        self.name = name
-        self.dataset = masked(PackedTokens(prefix, config.data.sequence_length, shuffle=False), config)
+    def __init__(self, name: str, location: str, config: RunConfig, rank: int, size: int):
+        self.name, self.task = name, task_of(config)
+        self.facts = self.task.facts(location)
+        self.dataset = self.task.held_out(location)
         self.samples = min(config.validation.samples, self.dataset.samples_per_epoch)
         self.micro, self.rank, self.size = config.train.micro_batch, rank, size
         unit = self.micro * size
         self.micro_batches = -(-self.samples // unit)
-        self.scale = self.micro_batches * unit / self.samples  # undoes the mean over positions that do not count
-        if config.model.head == "masked_lm":
-            counted = sum(int((self.dataset[position]["labels"] >= 0).sum()) for position in range(self.samples))
-            self.scale *= self.samples * config.data.sequence_length / max(counted, 1)
-        facts = manifests.find(prefix)
-        split = (facts or {}).get("splits", {}).get(prefix.rpartition("/")[2], {})
-        known = split.get("tokens") and split.get("bytes") and config.model.head == "causal_lm"
-        self.bytes_per_token = split["bytes"] / split["tokens"] if known else None
+        counted = self.samples
+        if self.task.reads_ahead:
+            labels = (self.task.labels(self.task.collate([self.dataset[i]])) for i in range(self.samples))
+            counted = sum(int((x >= 0).sum()) for x in labels)
+        places = self.task.labels(self.task.collate([self.dataset[0]])).numel() if self.task.reads_ahead else 1
+        self.scale = self.micro_batches * unit * places / max(counted, 1)  # undoes the mean over what does not count
 
     def batches(self) -> Iterator[Batch]:
-        """This rank's micro-batches; labels of filling samples are -1."""
+        """This rank's micro-batches; filling samples do not count."""
         for index in range(self.micro_batches):
             first = (index * self.size + self.rank) * self.micro
             samples = []
             for position in range(first, first + self.micro):
                 sample = dict(self.dataset[min(position, self.samples - 1)])
-                if position >= self.samples:
-                    sample["labels"] = sample["labels"] * 0 - 1
-                samples.append(sample)
-            yield collate(samples)
+                samples.append(sample if position < self.samples else self.task.uncounted(sample))
+            yield self.task.collate(samples)
 
-    def report(self, mean: float) -> dict[str, float]:
-        """Loss in nats, perplexity and bits per byte from the engine's mean over all positions."""
-        loss = mean * self.scale
-        values = {"loss": loss, "perplexity": math.exp(min(loss, 80.0))}
-        if self.bytes_per_token:
-            values["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
-        return values
+    def report(self, means: Sequence[float]) -> dict[str, float]:
+        """The task's figures from the engine's means over all places."""
+        return self.task.report([mean * self.scale for mean in means], self.facts)

@@ -190,9 +190,9 @@ class Trainer:
     def validate(self) -> None:
         """Loss on every validation set."""
         for held in self.validation:
-            mean = float(self.engine.evaluate(held.batches(), held.micro_batches))
+            means = self.engine.evaluate(held.batches(), held.micro_batches).tolist()
             if self.metrics is not None:
-                self.metrics.write(self.state.step, {"validation": {held.name: held.report(mean)}})
+                self.metrics.write(self.state.step, {"validation": {held.name: held.report(means)}})
 
     def _report_saved(self, step: int, figures: dict[str, Any]) -> None:
         if self.metrics is not None:

@@ -7,21 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from ..models.causal_lm import CausalLM
-from ..models.context import ForwardContext
+from ..parallel.pipeline import Clock
 from .schedule import Budget
+from .tasks import Batch, Task
 
 Attempt = Callable[[int], None]
 
 
-def _attempt(model: CausalLM, batch: dict[str, Tensor], rows: int) -> None:
+def _attempt(task: Task, model: nn.Module, batch: Batch, rows: int) -> None:
     """Forward and backward of the first ``rows`` samples, without touching gradients or communicating."""
-    input_ids, labels = batch["input_ids"][:rows], batch["labels"][:rows]
-    bounds = batch["cu_seqlens"]
-    context = ForwardContext(cu_seqlens=bounds[bounds <= input_ids.numel()])
-    loss = model(input_ids, context, labels).loss
+    loss = task.loss(model, task.rows(batch, rows), Clock(0), True)
     torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
 
 
@@ -51,8 +48,8 @@ def advice(engine: Any, budget: Budget) -> str:
         return f"{message}; set a smaller train.micro_batch (the results stay the same)"
     engine.engine.zero_grad()
     _release()
-    moved = {key: value.to(engine.device) for key, value in batch.items()}
-    fits = largest_that_fits(lambda rows: _attempt(engine.module, moved, rows), micro)
+    moved = engine.task.to_device(batch, engine.device)
+    fits = largest_that_fits(lambda rows: _attempt(engine.task, engine.module, moved, rows), micro)
     shares = [samples // layout.data for samples in (budget.batch, *(b for _, b in budget.stairs))]
     legal = [size for size in range(1, (fits or 0) + 1) if all(share % size == 0 for share in shares)]
     if not legal:

@@ -17,6 +17,7 @@ from lightnet_data.mixture import Mixture, Schedule, Stage
 
 from ..config.run import RunConfig
 from ..errors import UserError, nearest
+from . import image_data
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,8 @@ def identity_of(config: RunConfig, tokens: dict[str, int]) -> dict[str, Any]:
 
 def epochs(config: RunConfig, samples: int) -> list[dict[str, Any]]:
     """What a run of ``samples`` samples takes of each source: name, stored tokens, tokens and share of the run, epochs."""
+    if config.model.image is not None:
+        return image_data.epochs(config, samples)
     sources = sources_of(config)
     if config.data.mixture:
         used = used_sources(config)
@@ -196,6 +199,10 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
     """Rows of :func:`epochs` for reading."""
     text = []
     for row in rows:
+        if "stored_samples" in row:
+            of = f"{row['samples']:,} samples of {row['stored_samples']:,} stored, {row['epochs']:.3g} epochs"
+            text.append(f"data {row['source']} ({row['location']}): {of}")
+            continue
         stored = f" of {row['stored_tokens']:,} stored" if row["stored_tokens"] else ""
         text.append(
             f"data {row['source']} ({row['location']}): {row['tokens']:,} tokens{stored}, {row['share']:.2%} of the run, "

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightnet_llm.config import ModelConfig
+from lightnet_llm.config import ModelConfig, RunConfig
 from lightnet_llm.models import CausalLM, initialize
 from lightnet_llm.training import out_of_memory
 from lightnet_llm.training.schedule import Budget
+from lightnet_llm.training.tasks import task_of
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 5, 7])
@@ -28,8 +29,8 @@ def test_bisection_finds_the_largest(limit: int) -> None:
     ("limit", "words"), [(3, "set train.micro_batch=2"), (5, "set train.micro_batch=4"), (0, "not even 1 fits")]
 )
 def test_advice(limit: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ModelConfig(layers=1, width=16, heads=2, glu_width=16, vocab_size=20)
-    model = CausalLM(config)
+    config = RunConfig(model=ModelConfig(layers=1, width=16, heads=2, glu_width=16, vocab_size=20), train={"steps": 1})
+    model = CausalLM(config.model)
     initialize(model, 0)
     original = CausalLM.forward
 
@@ -40,6 +41,7 @@ def test_advice(limit: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(CausalLM, "forward", forward)
     engine = SimpleNamespace(
+        task=task_of(config),
         config=SimpleNamespace(train=SimpleNamespace(micro_batch=8)),
         groups=SimpleNamespace(layout=SimpleNamespace(world=2, data=2)),
         zero_stage=1,
@@ -51,6 +53,7 @@ def test_advice(limit: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None
         "input_ids": torch.randint(0, 20, (8, 6)),
         "labels": torch.randint(0, 20, (8, 6)),
         "cu_seqlens": torch.arange(0, 49, 3, dtype=torch.int32),
+        "sample_ids": torch.arange(8),
     }
     engine.last_batch = batch
     message = out_of_memory.advice(engine, Budget(((2, 8),), 64, 10, 6))

@@ -1,0 +1,48 @@
+"""What image models are given in training: augmentation and mixing (classifier), noise and dropped classes (denoiser)."""
+
+from pydantic import Field, model_validator
+
+from .base import Section
+
+
+class AugmentationConfig(Section):
+    """Of ``head: classifier`` (crop and flip also of a denoiser of pixels). Drawn anew in every epoch, by seed and sample."""
+
+    crop_scale: tuple[float, float] | None = Field(
+        default=(0.08, 1.0),
+        description="Share of an image's area that a random crop takes; null: the middle of the image.",
+    )
+    crop_ratio: tuple[float, float] = Field(default=(3 / 4, 4 / 3), description="Width / height of a random crop.")
+    center_share: float = Field(
+        default=0.875, gt=0, le=1, description="Of the shorter side, how much a middle crop (validation) keeps."
+    )
+    flip: float = Field(default=0.5, ge=0, le=1, description="Chance that an image is mirrored.")
+    mixup: float = Field(default=0.0, ge=0, le=1, description="Alpha of mixup's Beta distribution; 0: no mixup.")
+    cutmix: float = Field(default=0.0, ge=0, le=1, description="Alpha of CutMix's Beta distribution; 0: no CutMix.")
+    mix_chance: float = Field(default=1.0, ge=0, le=1, description="Chance that a sample is mixed with another one.")
+    cutmix_share: float = Field(default=0.5, ge=0, le=1, description="Share of CutMix where both are on.")
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="Share of a label spread over all classes.")
+    mean: tuple[float, ...] = Field(
+        default=(0.485, 0.456, 0.406), description="Subtracted from pixels in [0, 1], one a channel (or one for all)."
+    )
+    std: tuple[float, ...] = Field(default=(0.229, 0.224, 0.225), description="Then they are divided by this.")
+
+    @model_validator(mode="after")
+    def _ranges(self) -> "AugmentationConfig":
+        for name in ("crop_scale", "crop_ratio"):
+            low, high = getattr(self, name) or (1.0, 1.0)
+            if not 0 < low <= high or (name == "crop_scale" and high > 1):
+                raise ValueError(
+                    f"{name} [{low}, {high}] must ascend from above 0" + " to at most 1" * (name == "crop_scale")
+                )
+        if not all(value > 0 for value in self.std):
+            raise ValueError(f"std {list(self.std)} must be above 0")
+        return self
+
+
+class DiffusionConfig(Section):
+    """Of ``head: denoiser``. Noise, time steps and dropped classes are drawn anew in every epoch, by seed and sample."""
+
+    class_drop: float = Field(
+        default=0.1, ge=0, lt=1, description='Chance that a sample\'s class becomes "none": makes guidance possible.'
+    )

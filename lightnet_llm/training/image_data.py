@@ -1,0 +1,159 @@
+"""Folders of images and latents that a classifier or denoiser trains on: found, checked, opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightnet_data import sample_shards
+from lightnet_data.image_dataset import ImageSamples, LatentSamples
+from lightnet_data.image_transforms import CenterCrop, Chain, HorizontalFlip, RandomResizedCrop, Transform
+
+from ..config.model import ImageConfig
+from ..config.run import RunConfig
+from ..errors import UserError
+
+ORDER = 1  # changes when the sample at a position does
+SCALES = (0.5, 2.0)  # standard deviations of scaled latents with which the process's noise makes sense
+
+
+def image_of(config: RunConfig) -> ImageConfig:
+    """The ``model.image`` of an image model."""
+    assert config.model.image is not None
+    return config.model.image
+
+
+def folder_of(config: RunConfig) -> str:
+    """``data.path``.
+
+    Raises:
+        UserError: it is not set, or not a folder.
+    """
+    if config.data.path is None:
+        raise UserError("data.path is not set; name a folder written by `lightnet data images SRC --output DIR`")
+    if not Path(config.data.path).is_dir():
+        raise UserError(
+            f"data.path {config.data.path}: no such folder; write it with `lightnet data images SRC --output DIR`"
+        )
+    return config.data.path
+
+
+def _kind(folder: str, config: RunConfig) -> str:
+    """ "images" or "latents", checked against the model.
+
+    Raises:
+        UserError: of another kind, shape, scale, or with more classes.
+    """
+    image, facts = image_of(config), sample_shards.load(folder)
+    kind, classes = str(facts["kind"]), len(sample_shards.class_names(folder))
+    if classes > image.classes:
+        raise UserError(f"{folder}: holds {classes} classes; set model.image.classes={classes} or more")
+    if kind == "images":
+        if image.channels != 3:
+            raise UserError(f"{folder}: holds images of 3 channels (grey ones, too); set model.image.channels=3")
+        return kind
+    if config.model.head == "classifier":
+        raise UserError(
+            f"{folder}: holds latents, head: classifier takes images; name a folder of lightnet data images"
+        )
+    latents, wanted = facts["latents"], [image.channels, *image.size]
+    if list(latents["shape"][2:]) != wanted:
+        channels, high, wide = latents["shape"][2:]
+        raise UserError(
+            f"{folder}: latents are {list(latents['shape'][2:])}, the model takes {wanted}; set "
+            f"model.image.channels={channels} model.image.size=[{high},{wide}]"
+        )
+    spread = float(latents.get("scaled_std", 1.0))
+    if not SCALES[0] <= spread <= SCALES[1]:
+        raise UserError(
+            f"{folder}: scaled latents have a standard deviation of {spread:.3g}, and noise has 1; correct the VAE's "
+            "scaling_factor and make them again with lightnet data latents"
+        )
+    return kind
+
+
+def open_split(folder: str, split: str, config: RunConfig, training: bool) -> ImageSamples | LatentSamples:
+    """The samples of a split: augmented and shuffled in training, else in stored order and cropped in the middle."""
+    image, given = image_of(config), config.augmentation
+    if _kind(folder, config) == "latents":
+        mirrored = sample_shards.load(folder)["latents"]["shape"][0] == 2
+        return LatentSamples(folder, split, config.train.seed, training, flip=training and mirrored and given.flip > 0)
+    steps: list[Transform] = [CenterCrop(image.size, given.center_share)]
+    if training:
+        if given.crop_scale is not None:
+            steps = [RandomResizedCrop(image.size, given.crop_scale, given.crop_ratio)]
+        steps.append(HorizontalFlip(given.flip))
+    return ImageSamples(folder, split, Chain(steps), config.train.seed, training)
+
+
+def validation_locations(config: RunConfig) -> dict[str, str]:
+    """Named validation sets as FOLDER/SPLIT: that of ``data.path``, where it has one, then ``data.validation``.
+
+    Raises:
+        UserError: one named in ``data.validation`` has no such split.
+    """
+    folder = folder_of(config)
+    given = {"heldout": f"{folder}/validation"} if "validation" in sample_shards.load(folder)["splits"] else {}
+    for name, place in config.data.validation.items():
+        if name in given:
+            raise UserError(
+                f"data.validation.{name}: that name is a held-out split of the training data; choose another"
+            )
+        location = f"{place.rstrip('/')}/validation" if Path(place).is_dir() else place
+        at, _, split = location.rpartition("/")
+        if not sample_shards.is_samples(at) or split not in sample_shards.load(at)["splits"]:
+            raise UserError(f"data.validation.{name}: {location} is no split; name a folder of images, or FOLDER/SPLIT")
+        given[name] = location
+    return given
+
+
+def check(config: RunConfig) -> dict[str, Any]:
+    """Open every split once; what a run must find again when it is resumed.
+
+    Raises:
+        UserError, DataError: something is missing, damaged or does not fit the model.
+    """
+    samples = open_split(folder_of(config), "train", config, True)
+    if config.validation.interval:
+        check_validation(config)
+    digests = "".join(str(shard["sha256"]) for shard in samples.store.shards)
+    return {
+        "samples": len(samples),
+        "kind": samples.kind,
+        "classes": samples.classes,
+        "order": ORDER,
+        "sha256": _short(digests),
+    }
+
+
+def _short(digests: str) -> str:
+    import hashlib
+
+    return hashlib.sha256(digests.encode()).hexdigest()[:16]
+
+
+def check_validation(config: RunConfig) -> None:
+    """Find the validation sets, and open them if the run validates."""
+    for location in validation_locations(config).values():
+        if config.validation.interval:
+            folder, _, split = location.rpartition("/")
+            open_split(folder, split, config, False)
+
+
+def epochs(config: RunConfig, samples: int) -> list[dict[str, Any]]:
+    """As of :func:`.sources.epochs`, with images in place of tokens."""
+    folder = folder_of(config)
+    stored = int(sample_shards.load(folder)["splits"]["train"]["samples"])
+    row = {"source": "train", "location": f"{folder}/train", "stored_samples": stored, "samples": samples}
+    return [{**row, "share": 1.0, "epochs": round(samples / stored, 4)}]
+
+
+def batch_around(stairs: tuple[tuple[int, int], ...], batch: int, position: int) -> tuple[int, int]:
+    """First position and size of the batch that a global position belongs to; arguments as of ``Budget``."""
+    start = before = 0
+    for until, size in stairs:
+        count = (until - before) * size
+        if position < start + count:
+            return start + (position - start) // size * size, size
+        start, before = start + count, until
+    return start + (position - start) // batch * batch, batch

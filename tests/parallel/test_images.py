@@ -1,0 +1,94 @@
+"""Classifier and denoiser train alike under every layout, and go on exactly where they stopped (laws 1 to 3)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Ranks, read_metrics, steps_of
+from tests.parallel import images
+
+FIELDS = ("loss", "grad_norm", "samples", "batch_checksum")
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "micro8": (1, ["train.micro_batch=8"]),
+    "micro1": (1, ["train.micro_batch=1", "data.workers=1"]),
+    "dp2_zero0": (2, ["parallel.zero_stage=0"]),
+    "dp2": (2, []),
+    "dp2_zero2": (2, ["parallel.zero_stage=2"]),
+    "dp4_zero3": (4, ["parallel.zero_stage=3"]),
+    "tp2": (2, ["parallel.tensor=2"]),
+    "tp2_zero3": (4, ["parallel.tensor=2", "parallel.zero_stage=3"]),
+    "pp2": (2, ["parallel.pipeline=2"]),
+    "tp2_pp2_dp2": (8, ["parallel.tensor=2", "parallel.pipeline=2", "parallel.recompute_every=1"]),
+}
+QUICK = [("classifier", name) for name in ("micro8", "dp4_zero3", "tp2", "pp2")]
+QUICK += [("denoiser", name) for name in ("micro8", "dp4_zero3", "tp2")]
+ALL = [
+    (head, name) for head in ("classifier", "denoiser") for name in LAYOUTS if head == "classifier" or "pp" not in name
+]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK]
+
+
+class Head:
+    """A head's configuration, and its run by one process."""
+
+    def __init__(self, ranks: Ranks, folder: Path, head: str):
+        self.config = {"classifier": images.write_classifier, "denoiser": images.write_denoiser}[head](folder)
+        self.rows = ranks.train(1, self.config, [], folder, "one")
+
+
+@pytest.fixture(scope="module")
+def heads(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    found: dict[str, Head] = {}
+
+    def head(name: str) -> Head:
+        if name not in found:
+            found[name] = Head(ranks, tmp_path_factory.mktemp(name), name)
+        return found[name]
+
+    return head
+
+
+def check(rows: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Losses to 1e-5, gradient norms to 1e-4 of themselves, samples and their contents, validation."""
+    found, expected = steps_of(rows, *FIELDS), steps_of(wanted, *FIELDS)
+    assert list(found) == list(expected)
+    for step, (loss, norm, *read) in expected.items():
+        assert found[step][2:] == tuple(read)
+        assert abs(found[step][0] - loss) < 1e-5 and abs(found[step][1] / norm - 1) < 1e-4, step
+    held, known = ([row["validation"]["heldout"] for row in given if "validation" in row] for given in (rows, wanted))
+    assert len(held) == len(known) and all(abs(a[k] - b[k]) < 1e-5 for a, b in zip(held, known, strict=True) for k in b)
+
+
+@pytest.mark.parametrize(("head", "name"), [*QUICK, *SLOW])
+def test_layout_equals_one_process(head: str, name: str, ranks: Ranks, tmp_path: Path, heads: Any) -> None:
+    one, (world, overrides) = heads(head), LAYOUTS[name]
+    check(ranks.train(world, one.config, overrides, tmp_path, name), one.rows)
+
+
+@pytest.mark.parametrize("head", ["classifier", "denoiser"])
+def test_it_learns_and_validates(head: str, heads: Any) -> None:
+    rows = heads(head).rows
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+    held = [row["validation"]["heldout"] for row in rows if "validation" in row]
+    assert set(held[-1]) == ({"loss", "top1", "top5"} if head == "classifier" else {"loss"})
+    if head == "classifier":
+        assert held[-1]["top5"] == pytest.approx(1.0) and held[-1]["top1"] * 5 == pytest.approx(
+            round(held[-1]["top1"] * 5)
+        )
+
+
+@pytest.mark.parametrize(
+    ("head", "moved"), [("classifier", ["parallel.pipeline=2"]), ("denoiser", ["parallel.tensor=2"])]
+)
+def test_resumed_and_moved(head: str, moved: list[str], ranks: Ranks, tmp_path: Path, heads: Any) -> None:
+    one = heads(head)
+    go_on = ["train.resume=auto"]
+    ranks.train(1, one.config, [*go_on, "train.stop_at_step=4"], tmp_path, "run")
+    ranks.train(1, one.config, [*go_on, "train.stop_at_step=8"], tmp_path, "run")
+    rows, wanted = read_metrics(tmp_path / "run"), steps_of(one.rows, *FIELDS)
+    assert all(values == wanted[step] for step, values in steps_of(rows, *FIELDS).items()), "resumed bit by bit"
+    ranks.train(2, one.config, [*go_on, *moved], tmp_path, "run")
+    rows = [row for row in read_metrics(tmp_path / "run") if "validation" not in row or row["step"] in (10, 20)]
+    check(rows, one.rows)
