@@ -16,7 +16,7 @@ import xxhash
 from lightnet_data import image_sources, manifest, pictures, sample_shards
 from lightnet_data.errors import DataError
 from lightnet_data.image_sources import Item
-from lightnet_data.output import OutputFolder
+from lightnet_data.output import OutputFolder, settle
 from lightnet_data.shards import sha256
 
 BATCH = 32  # images of a worker's task
@@ -47,6 +47,7 @@ def check_output(output: Path) -> None:
     Raises:
         DataError: it is, and is no empty folder.
     """
+    settle(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise DataError(f"{output}: exists; choose another --output, or remove it")
 

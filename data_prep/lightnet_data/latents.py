@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lightnet_data import manifest, pictures, sample_shards
 from lightnet_data.errors import DataError
 from lightnet_data.images import check_output
-from lightnet_data.output import OutputFolder
+from lightnet_data.output import OutputFolder, flush, replace
 from lightnet_data.shards import sha256
 
 EXTENSION = "npy"
@@ -86,8 +86,6 @@ def prepare_latents(
                 _shard(folder / "parts", store, split, number, encoder, request, progress)
                 for number in range(len(entry["shards"]))
             ]
-            for part in done:
-                (folder / "parts" / part["shard"]["file"]).rename(folder / "out" / part["shard"]["file"])
             index = np.concatenate([np.array(part["index"], dtype=np.int64) for part in done])
             name = sample_shards.save_index(folder / "out", split, index)
             files[name] = _entry(folder / "out" / name)
@@ -113,6 +111,9 @@ def prepare_latents(
             "request": {**request, "source": str(source), "source_sha256": sha256(Path(source, manifest.FILE_NAME))},
         }
         manifest.save(folder / "out", result)
+        for split in splits.values():  # only now: until here a stop leaves every finished shard where it is found again
+            for shard in split["shards"]:
+                (folder / "parts" / shard["file"]).rename(folder / "out" / shard["file"])
         target.finish()
     return result
 
@@ -241,9 +242,8 @@ def _shard(
         "index": writer.index().tolist(),
         "moments": moments.tolist(),
     }
-    partial = report.with_suffix(".partial")
-    partial.write_text(json.dumps(part), "utf-8")
-    partial.replace(report)
+    flush(tar)
+    replace(report, json.dumps(part).encode())
     return part
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from lightnet_data.errors import DataError
 from lightnet_data.options import OF_THE_MERGE
+from lightnet_data.output import replace
 from lightnet_data.reading import Span
 from lightnet_data.sources import Source, Sources
 
@@ -52,10 +53,8 @@ class Plan:
         return hashlib.sha256(json.dumps([request, facts]).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write it for the tasks."""
-        partial = folder / f".{FILE_NAME}.partial"  # a queued task may begin to read it just now
-        partial.write_bytes(pickle.dumps(self))
-        partial.replace(folder / FILE_NAME)
+        """Write it for the tasks, of which a queued one may begin to read it just now."""
+        replace(folder / FILE_NAME, pickle.dumps(self))
 
     def check(self, source: Source) -> None:
         """Raise a DataError if a file is not what it was."""

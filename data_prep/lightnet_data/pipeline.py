@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from lightnet_data import parts, reading
 from lightnet_data.errors import DataError
 from lightnet_data.options import Options
-from lightnet_data.output import token_dtype
+from lightnet_data.output import flush, replace, token_dtype
 from lightnet_data.tokenizer import SENTENCEPIECE, SPACE_SYMBOL, Tokenizer
 from lightnet_data.training import SAMPLE_BYTES, Sample
 
@@ -165,6 +165,7 @@ class TokenWriter(PipelineStep):
         arrays = {name: np.frombuffer(columns[name], dtype=code) for name, code in COLUMNS.items()}
         with (self.folder / f"{rank:05d}.npz.writing").open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
+        flush(self.folder / f"{rank:05d}.npz.writing")
         (self.folder / f"{rank:05d}.npz.writing").replace(self.folder / f"{rank:05d}.npz")
         facts = {
             "fingerprint": fingerprint(parts.load(self.folder.parent), rank, self.stamp),
@@ -176,6 +177,7 @@ class TokenWriter(PipelineStep):
             "round_trip": trip,
             "space_symbols": marks,
         }
+        flush(self.folder)  # the mark of a finished part does not reach the disk before the part does
         replace(self.folder / f"{rank:05d}.json", json.dumps(facts).encode())
 
 
@@ -203,10 +205,3 @@ def _check(tokenizer: Tokenizer, document: Document, ids: NDArray[np.int32], tri
     if tokenizer.decode(ids.tolist()) != text:
         trip["differ"] += 1
         trip["first"] = trip["first"] or document.id
-
-
-def replace(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all."""
-    temporary = path.with_name(path.name + ".writing")
-    temporary.write_bytes(data)
-    temporary.replace(path)

@@ -26,7 +26,7 @@ from lightnet_data import (
 from lightnet_data.errors import DataError, NoDocument
 from lightnet_data.executors import Execution
 from lightnet_data.options import Options
-from lightnet_data.output import OutputFolder, check_free, token_dtype
+from lightnet_data.output import OutputFolder, check_free, replace, token_dtype
 from lightnet_data.tokenizer import FILE_NAMES, Tokenizer
 from lightnet_data.training import SAMPLE_BYTES, Sample, VocabularyTooLarge, fit
 
@@ -183,7 +183,7 @@ class _Work:
             _no_document(plan)
         _, limit = merging.bounded_limits(options.holdout, options.test, low, high)
         trained = _fit(sample.sentences(lambda key: key >= limit), options, size, self.reporter)
-        pipeline.replace(model, trained)
+        replace(model, trained)
         return Tokenizer(trained)
 
     def encode(self, tokenizer: Tokenizer) -> None:

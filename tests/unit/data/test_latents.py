@@ -88,7 +88,11 @@ def test_equal_to_the_vae_itself(source: Path, vae: Path, tmp_path: Path) -> Non
     assert result.exit_code == 0 and "float16 [2, 2, 4, 16, 16]" in result.stdout and (tmp_path / "sheet.png").is_file()
 
 
-def test_stopped_and_gone_on_with(source: Path, vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_stopped_and_gone_on_with(
+    split: str, source: Path, vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped behind the first shard, or behind a whole split."""
     options = latents.LatentOptions(size=32, flip=False, device="cpu", batch=2)
     expected = latents.prepare_latents(source, tmp_path / "whole", vae, options)
     calls = []
@@ -101,15 +105,14 @@ def test_stopped_and_gone_on_with(source: Path, vae: Path, tmp_path: Path, monke
         return original(self, images)
 
     monkeypatch.setattr(latents.Encoder, "__call__", stopping)
-    first = int((SampleStore(source, "train").index[:, 0] == 0).sum())  # the images of the first shard
+    train = SampleStore(source, "train")
+    first = int((train.index[:, 0] == 0).sum()) if split == "train" else len(train)
     with pytest.raises(KeyboardInterrupt):
         latents.prepare_latents(source, tmp_path / "out", vae, options)
     assert not (tmp_path / "out").exists()
-    calls, first = [], 10**9
+    done, calls, first = first, [], 10**9
     found = latents.prepare_latents(source, tmp_path / "out", vae, options)
-    assert (
-        found == expected and sum(calls) == expected["samples"] - (SampleStore(source, "train").index[:, 0] == 0).sum()
-    )
+    assert found == expected and sum(calls) == expected["samples"] - done
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
     assert not (tmp_path / "out.partial").exists()
