@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightnet_data import philox
 from lightnet_data.errors import DataError
 
 IGNORED = -1  # label of a token that is not asked for
@@ -56,18 +57,15 @@ class Masking:
         Labels are the tokens that were hidden, and :data:`IGNORED` everywhere else: everywhere in a sample of special
         tokens alone.
         """
-        # Raw words of Philox: numpy promises them, and nothing about what it makes of them.
-        philox = np.random.Philox(
-            key=np.array([self.seed & (2**64 - 1), _STREAM], dtype=np.uint64), counter=[0, position, 0, 0]
-        )
-        order, kinds, draws = philox.random_raw(3 * len(tokens)).reshape(3, -1)
+        words = philox.stream((self.seed, _STREAM), (0, position, 0, 0))
+        order, kinds, draws = words.random_raw(3 * len(tokens)).reshape(3, -1)
         places = np.flatnonzero(np.isin(tokens, self._ordinary))
         count = int(np.floor(self.share * len(places) + 0.5))
         hidden = places[np.argsort(order[places], kind="stable")[:count]]
         labels = np.full_like(tokens, IGNORED)
         labels[hidden] = tokens[hidden]
         inputs = tokens.copy()
-        kind = (kinds[hidden] >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
+        kind = philox.uniform(kinds[hidden])
         inputs[hidden[kind < self.masked]] = self.mask_id
         drawn = hidden[(kind >= self.masked) & (kind < self.masked + self.drawn)]
         inputs[drawn] = self._ordinary[draws[drawn] % np.uint64(len(self._ordinary))]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
 from .data_images import images, latents
+from .progress import bar
 
 
 @click.group()
@@ -20,26 +19,6 @@ def data() -> None:
     """Verify and inspect prepared data; make shards of images and of their latents."""
     if "torch" not in sys.modules:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # a third of megatron-core's import; nothing is compiled here
-
-
-@contextlib.contextmanager
-def bar(stage: str, total: int, quiet: bool, unit: str = "B") -> Iterator[Any]:
-    """A progress bar on stderr, on a terminal or once the work has lasted a while."""
-    from tqdm import tqdm
-
-    interactive = sys.stderr.isatty()
-    with tqdm(
-        desc=stage,
-        total=total,
-        unit=unit,
-        unit_scale=True,
-        disable=quiet,
-        delay=1 if interactive else 10,
-        mininterval=0.2 if interactive else 30,
-        leave=False,
-        file=sys.stderr,
-    ) as bar:
-        yield bar.update
 
 
 @data.command()

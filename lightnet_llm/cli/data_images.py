@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 
+from .progress import bar
+
 
 def counting(stack: ExitStack, stage: str, quiet: bool) -> tuple[Callable[[int], Any], Callable[[int], Any]]:
     """A bar that is told its total later: functions for the total and for each number done."""
-    from .data import bar
-
     state: dict[str, Any] = {}
 
     def total(count: int) -> None:

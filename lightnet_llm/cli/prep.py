@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -242,28 +242,15 @@ class _Failure(click.ClickException):
 def _terminal(quiet: bool) -> Any:
     """Notes and progress on stderr; progress only on a terminal, or once a stage has lasted a while."""
     from lightnet_data.prepare import Reporter
-    from tqdm import tqdm
+
+    from .progress import bar
 
     class Terminal(Reporter):
         def note(self, line: str) -> None:
             click.echo(f"note: {line}", err=True)
 
-        @contextlib.contextmanager
-        def progress(self, stage: str, total: int) -> Iterator[Callable[[int], Any]]:
-            interactive = sys.stderr.isatty()
-            bar = tqdm(
-                desc=stage,
-                total=total,
-                unit="B",
-                unit_scale=True,
-                disable=quiet,
-                delay=1 if interactive else 10,
-                mininterval=0.2 if interactive else 30,
-                leave=False,
-                file=sys.stderr,
-            )
-            with bar:
-                yield bar.update
+        def progress(self, stage: str, total: int) -> contextlib.AbstractContextManager[Callable[[int], Any]]:
+            return bar(stage, total, quiet)
 
     return Terminal()
 

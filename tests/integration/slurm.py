@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,11 @@ class Slurm:
                 daemon.wait(10)
             except subprocess.TimeoutExpired:
                 daemon.kill()
+
+
+def until(reached: Callable[[], bool], seconds: float, told: Callable[[], str]) -> None:
+    """Wait for something, and else fail with what ``told`` says."""
+    deadline = time.time() + seconds
+    while not reached():
+        assert time.time() < deadline, told()
+        time.sleep(0.5)

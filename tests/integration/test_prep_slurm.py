@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,7 @@ from click.testing import CliRunner, Result
 from lightnet_data.tokenizer import Tokenizer
 
 from lightnet_llm.cli.prep import prep
-from tests.integration.namespaces import Hosts
-from tests.integration.slurm import Slurm
+from tests.integration.slurm import Slurm, until
 
 SETTINGS = [
     "partition=gpu",
@@ -133,25 +130,6 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: lis
         assert f"the script is {script}" in result.stderr and script.is_file()
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Slurm]:
-    (tmp_path / "hosts").mkdir()
-    hosts = Hosts(2, tmp_path / "hosts")
-    try:
-        made = Slurm(hosts, tmp_path / "slurm")
-        yield made
-        made.close()
-    finally:
-        hosts.close()
-
-
-def until(reached: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.time() + seconds
-    while not reached():
-        assert time.time() < deadline, what
-        time.sleep(0.5)
-
-
 @pytest.mark.system
 def test_a_real_queue(cluster: Slurm, tmp_path: Path, small_parts: None) -> None:
     """Array, error of a task, another array of what is left; the result is the local one."""
@@ -181,13 +159,13 @@ def test_a_real_queue(cluster: Slurm, tmp_path: Path, small_parts: None) -> None
     bad.write_text(good + "broken\n")
     said = command()
     assert "tokenizing: 6 tasks are in the queue as job" in said, said
-    until(finished, 180, "the array did not end")
+    until(finished, 180, lambda: "the array did not end")
     said = command()
     assert said.startswith("error: ") or "\nerror: " in said, said
     assert "3.jsonl, line 21" in said
     bad.write_text(good)
     assert "tokenizing: 1 tasks are in the queue" in command()
-    until(finished, 180, "the second array did not end")
+    until(finished, 180, lambda: "the second array did not end")
     said = command()
     assert "120 documents" in said, said
     assert run(*given[:3], "--output", tmp_path / "local").exit_code == 0

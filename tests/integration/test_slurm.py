@@ -1,8 +1,6 @@
 """The emitted batch script under a real Slurm: submitted, told to stop, queued again, resumed, finished."""
 
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,30 +8,10 @@ import pytest
 from lightnet_llm.launch import slurm
 from lightnet_llm.launch.job import job_of
 from tests.conftest import SpawnedRanks, read_metrics, steps_of
-from tests.integration.namespaces import Hosts
-from tests.integration.slurm import Slurm
+from tests.integration.slurm import Slurm, until
 from tests.integration.test_launcher import FIELDS
 
 pytestmark = pytest.mark.system
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Slurm]:
-    (tmp_path / "hosts").mkdir()
-    hosts = Hosts(2, tmp_path / "hosts")
-    try:
-        made = Slurm(hosts, tmp_path / "slurm")
-        yield made
-        made.close()
-    finally:
-        hosts.close()
-
-
-def until(reached: Callable[[], bool], seconds: float, log: Path) -> None:
-    deadline = time.time() + seconds
-    while not reached():
-        assert time.time() < deadline, log.read_text()[-3000:] if log.exists() else "the job did not start"
-        time.sleep(0.3)
 
 
 def test_batch_script_in_a_real_queue(cluster: Slurm, ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
@@ -55,17 +33,20 @@ def test_batch_script_in_a_real_queue(cluster: Slurm, ranks: SpawnedRanks, tiny:
     job = cluster.shell(f"sbatch --parsable --output={log} {script}").strip()
     assert job.isdigit(), job
 
+    def told() -> str:
+        return log.read_text()[-3000:] if log.exists() else "the job did not start"
+
     def step() -> int:
         steps = steps_of(read_metrics(run), "loss") if (run / "metrics.jsonl").exists() else {}
         return max(steps, default=0)
 
-    until(lambda: step() >= 5, 120, log)
+    until(lambda: step() >= 5, 120, told)
     cluster.shell(f"scancel --signal=TERM --batch {job}")  # what --signal=B:TERM@300 does before the limit
-    until(lambda: "PENDING" in cluster.shell(f"squeue -h -o %T -j {job}"), 60, log)
+    until(lambda: "PENDING" in cluster.shell(f"squeue -h -o %T -j {job}"), 60, told)
     stopped = step()
     assert 5 <= stopped < 150 and "stop requested: saved step" in log.read_text()
     cluster.shell(f"scontrol update jobid={job} starttime=now")  # a requeued job waits two minutes otherwise
-    until(lambda: (run / "finished.json").exists(), 150, log)
-    until(lambda: not cluster.shell("squeue -h").strip(), 60, log)
+    until(lambda: (run / "finished.json").exists(), 150, told)
+    until(lambda: not cluster.shell("squeue -h").strip(), 60, told)
     assert "JobState=COMPLETED" in cluster.shell(f"scontrol show job {job}")
     assert steps_of(read_metrics(run), *FIELDS) == whole

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightnet_data import philox
 from lightnet_data.errors import DataError
 from lightnet_data.masking import IGNORED, MaskedTokens, Masking
 from torch.utils.data import DataLoader
@@ -114,3 +115,22 @@ def test_a_data_set_is_masked_by_position_alone() -> None:
             assert row["sample_id"] == at
             assert all((row[key] == masked[at][key]).all() for key in ("input_ids", "labels"))
     assert Together.asked == [[2, 9]]
+
+
+def test_streams_stay_apart() -> None:
+    """No word of a stream is in another of the same seed, and the words are those of Philox as published."""
+    zero = [
+        int(word) for word in philox.stream((0, 0), (2**64 - 1,) * 4).random_raw(4)
+    ]  # numpy counts up before the first
+    assert zero == [
+        0x16554D9ECA36314C,
+        0xDB20FE9D672D0FDC,
+        0xD7E772CEE186176B,
+        0x7E68B68AEC7BA23B,
+    ]  # Random123's kat_vectors
+    seen: set[int] = set()
+    for key in ((1, 0), (1, 1), (-1, 0)):
+        for counter in ((0, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)):
+            seen.update(int(word) for word in philox.stream(key, counter).random_raw(50))
+    assert len(seen) == 3 * 4 * 50
+    assert philox.uniform(np.array([0, 2**64 - 1], np.uint64)).tolist() == [0.0, 1 - 2.0**-53]
