@@ -34,7 +34,7 @@ class LightNetLM(LM):
 
     Args:
         checkpoint: a run folder, one of its steps, or a Hugging Face folder. ``pretrained`` means the same.
-        device, dtype: as in ``load_model``.
+        device, dtype, weights: as in ``load_model``.
         batch_tokens: tokens of a forward pass. Scores do not depend on it.
         batch_size: texts generated together, or "auto".
         max_length: tokens of a context and its continuation at most. A longer context loses its beginning, the
@@ -51,6 +51,7 @@ class LightNetLM(LM):
         pretrained: str | None = None,
         device: str | None = None,
         dtype: str | None = None,
+        weights: str = "trained",
         batch_tokens: int | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
@@ -67,7 +68,7 @@ class LightNetLM(LM):
             place = checkpoint or pretrained
             if place is None:
                 raise UserError("checkpoint: not given; name a run folder, a step of it, or a Hugging Face folder")
-            loaded = load_model(place, self._choose(device), dtype)
+            loaded = load_model(place, self._choose(device), dtype, weights)
         if max_length is not None and max_length < 1:
             raise UserError(f"max_length {max_length} must be at least 1")
         self.loaded, self.model = loaded, loaded.model

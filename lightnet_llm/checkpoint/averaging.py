@@ -56,6 +56,7 @@ class Average:
 
     def __init__(self, parts: Sequence[Any], shapes: dict[str, tuple[int, ...]]):
         self.parts, self.shapes = parts, shapes
+        self.as_trained = parts[0]
 
     def read(self, name: str) -> Tensor:
         """The mean, summed in fp64, fp32 (fp64 stays): rounding to a run's bf16 is for whoever writes it."""

@@ -24,6 +24,10 @@ Reader = Callable[[str, str], Tensor]
 OPTIMIZER_NAMES = "optimizer_parameters"  # client state at stage 0: names in the order of the optimiser's indices
 
 
+class NotTrained(KeyError):
+    """The optimiser does not know a parameter: it is as the run began, in ``weights/``."""
+
+
 def _load(path: Path) -> dict[str, Any]:
     try:
         loaded: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
@@ -56,6 +60,8 @@ def _zero12(partitions: list[dict[str, Any]]) -> Reader:
                 where.setdefault(name, []).append((partition, group, address))
 
     def read(name: str, key: str) -> Tensor:
+        if name not in where:
+            raise NotTrained(name)
         pieces = []
         for partition, group, address in where[name]:
             state = partition["base_optimizer_state"]["state"][group]
@@ -80,6 +86,8 @@ def _zero3(partitions: list[dict[str, Any]], shapes: list[dict[str, tuple[int, .
             offset += piece
 
     def read(name: str, key: str) -> Tensor:
+        if name not in where:
+            raise NotTrained(name)
         group, offset, piece, total = where[name]
         pieces = []
         for partition in partitions:
@@ -102,6 +110,8 @@ def _plain(saved: dict[str, Any], path: Path) -> Reader:
     index = {name: position for position, name in enumerate(saved[OPTIMIZER_NAMES])}
 
     def read(name: str, key: str) -> Tensor:
+        if name not in index:
+            raise NotTrained(name)
         if key == FP32:
             return saved["module"][name].flatten()
         state = saved["optimizer"]["state"][index[name]]

@@ -31,6 +31,8 @@ def restore(engine: Any, zero_stage: int, form: UniversalForm) -> None:
             shared=True,
         )
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    for parameter in [parameter for parameter in names if not parameter.requires_grad]:
+        _restore_frozen(parameter, names.pop(parameter), form)  # the optimiser does not know it
     if zero_stage == 0:
         _restore_plain(engine.optimizer, names, form)
     elif zero_stage == 3:
@@ -41,6 +43,16 @@ def restore(engine: Any, zero_stage: int, form: UniversalForm) -> None:
 
 def _step(form: UniversalForm, name: str, like: Tensor) -> Tensor:
     return torch.tensor(form.step(name), dtype=torch.float32, device=like.device)  # as torch's fused AdamW keeps it
+
+
+def _restore_frozen(parameter: nn.Parameter, name: str, form: UniversalForm) -> None:
+    if not hasattr(parameter, "ds_tensor"):
+        parameter.copy_(form.part(name, FP32, spec_of(parameter), tuple(parameter.shape)))
+        return
+    piece, flat = parameter.ds_tensor, form.part(name, FP32, spec_of(parameter), tuple(parameter.ds_shape)).flatten()
+    first = dist.get_rank(parameter.ds_process_group) * piece.numel()
+    mine = flat[first : first + piece.numel()]
+    piece.view(-1)[: mine.numel()].copy_(mine)
 
 
 def _restore_plain(optimizer: Any, names: dict[nn.Parameter, str], form: UniversalForm) -> None:

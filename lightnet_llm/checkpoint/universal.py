@@ -21,8 +21,8 @@ from torch import Tensor
 from ..errors import UserError
 from ..models.parameters import ParameterSpec, shard, unshard
 from . import store
-from .native import EMA, FP32, MOMENTS, STEP, Reader, open_reader
-from .weights import Part, describe_part, part_file
+from .native import EMA, FP32, MOMENTS, STEP, NotTrained, Reader, open_reader
+from .weights import Part, describe_part, part_file, read_tensor
 
 FOLDER = "universal"
 Progress = Callable[[int, int], None]
@@ -81,7 +81,12 @@ def _write(checkpoint: Path, manifest: dict[str, Any], target: Path, progress: P
         ]
         for name in parts[stage, 0]:
             progress(done, total)
-            _write_parameter(name, keys, readers, [parts[stage, rank][name] for rank in range(tensor)], target / name)
+            described = [parts[stage, rank][name] for rank in range(tensor)]
+            try:
+                _write_parameter(name, keys, readers, described, target / name)
+            except NotTrained:  # such as a frozen theta, which is fp32 in any run
+                local = [read_tensor(part_file(checkpoint, stage, rank), name) for rank in range(tensor)]
+                _write_value(local, described[0], target / name / f"{FP32}.pt")
             done += 1
     progress(total, total)
 
@@ -90,10 +95,14 @@ def _write_parameter(name: str, keys: list[str], readers: list[Reader], parts: l
     folder.mkdir(parents=True)
     for key in keys:
         local = [reader(name, key).view(part.local_shape) for reader, part in zip(readers, parts, strict=True)]
-        full = unshard(local, parts[0].shape, parts[0].dim)
-        # clone: a view would be written with the whole file that it is mapped from
-        torch.save({"param": full.clone(), "cat_dim": parts[0].dim or 0}, folder / f"{key}.pt")
+        _write_value(local, parts[0], folder / f"{key}.pt")
     torch.save(readers[0](name, STEP).clone(), folder / f"{STEP}.pt")
+
+
+def _write_value(local: list[Tensor], part: Part, path: Path) -> None:
+    full = unshard(local, part.shape, part.dim)
+    # clone: a view would be written with the whole file that it is mapped from
+    torch.save({"param": full.clone(), "cat_dim": part.dim or 0}, path)
 
 
 class UniversalForm:

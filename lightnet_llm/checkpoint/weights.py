@@ -77,6 +77,24 @@ def write_weights(
         raise OSError(str(error)) from None
 
 
+def folder_of(weights: str) -> str:
+    """The folder in a checkpoint of what ``--weights`` names: ``trained``, or ``ema``, the exponential average.
+
+    Raises:
+        UserError: it is neither.
+    """
+    folders = {"trained": FOLDER, "ema": AVERAGE}
+    if weights not in folders:
+        raise UserError(f"--weights {weights}: must be trained or ema{nearest(weights, list(folders))}")
+    return folders[weights]
+
+
+def read_tensor(path: Path, name: str) -> Tensor:
+    """One tensor in memory of its own; the file is not kept open, so that its pages do not pile up."""
+    with safe_open(path, framework="pt") as reader:
+        return reader.get_tensor(name).clone()
+
+
 def weights_files(folder: Path, which: str = FOLDER) -> list[Path]:
     """The files of a checkpoint's weights, or of its exponential average.
 

@@ -20,10 +20,24 @@ import click
 @click.option(
     "--average", metavar="last:K|all", help="Take the mean of the run's last K checkpoints, or of all it kept."
 )
+@click.option(
+    "--weights",
+    default="trained",
+    show_default=True,
+    metavar="trained|ema",
+    help="ema: the average that train.ema keeps.",
+)
 @click.option("--trust-pickle", is_flag=True, help="Read pickled files where there is nothing else; they may run code.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and only that, on standard output.")
 def convert(
-    source: str, target: str, to: str, dtype: str | None, average: str | None, trust_pickle: bool, as_json: bool
+    source: str,
+    target: str,
+    to: str,
+    dtype: str | None,
+    average: str | None,
+    weights: str,
+    trust_pickle: bool,
+    as_json: bool,
 ) -> None:
     """Convert SOURCE (a run folder, a checkpoint of any layout, or a folder of an earlier conversion) into TARGET.
 
@@ -36,15 +50,16 @@ def convert(
 
     from ..convert import convert as run
 
-    report = run(source, target, to, dtype=dtype, average=average, trust_pickle=trust_pickle)
+    report = run(source, target, to, dtype=dtype, average=average, weights=weights, trust_pickle=trust_pickle)
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     if as_json:
         click.echo(json.dumps(report.as_dict()))
         return
     origin = report.source[0] if len(report.source) == 1 else f"mean of {len(report.source)} checkpoints"
+    origin += ", exponential average" if weights == "ema" else ""
     click.echo(f"{origin} -> {report.target} ({report.to})")
-    masters = " from fp32 master weights" if report.masters else ""
+    masters = " from fp32 master weights" if report.masters and weights == "trained" else ""
     click.echo(
         f"  {report.parameters:,} parameters in {report.tensors} tensors, {report.files} files, {report.bytes:,} bytes, "
         f"{report.dtype}{masters} (theta and TPE float32)"

@@ -37,6 +37,9 @@ from ..errors import UserError
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N documents, or of each task.")
 @click.option("--baselines", is_flag=True, help="Also report gzip -9 and xz -9 on the same text.")
 @click.option("--processes", type=click.IntRange(min=1), metavar="N", help="Processes that share tasks, a GPU each.")
+@click.option(
+    "--weights", default="trained", show_default=True, metavar="trained|ema", help="ema: the average of train.ema."
+)
 @click.option("--device", help="cpu, cuda or cuda:N. [default: cuda where there is one]")
 @click.option("--dtype", help="fp32 or bf16. [default: as trained; fp32 on the CPU]")
 @click.option(
@@ -56,6 +59,7 @@ def eval_(
     limit: int | None,
     baselines: bool,
     processes: int | None,
+    weights: str,
     device: str | None,
     dtype: str | None,
     output: str | None,
@@ -83,6 +87,7 @@ def eval_(
             limit,
             device,
             dtype,
+            weights,
             log_samples,
             batch_tokens=batch_tokens,
             max_length=max_length,
@@ -90,7 +95,9 @@ def eval_(
         if facts is None:  # another process tells
             return
     else:
-        facts, shown = _held_out(checkpoint, data, text, subset_field, batch_tokens, limit, baselines, device, dtype)
+        facts, shown = _held_out(
+            checkpoint, data, text, subset_field, batch_tokens, limit, baselines, device, dtype, weights
+        )
     facts["seconds"] = round(time.perf_counter() - start, 3)
     facts["time"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     if target is not None:
@@ -149,6 +156,7 @@ def _zero_shot(
     limit: int | None,
     device: str | None,
     dtype: str | None,
+    weights: str,
     log_samples: bool,
     **options: Any,
 ) -> tuple[dict[str, Any] | None, str]:
@@ -165,7 +173,7 @@ def _zero_shot(
     if offline is not None:
         files_of(offline)
     ranks = Ranks.join()
-    loaded = load_model(checkpoint, device or ranks.device(), dtype)
+    loaded = load_model(checkpoint, device or ranks.device(), dtype, weights)
     require_tokenizer(loaded)
     found = evaluate(loaded, names, offline=offline, limit=limit, ranks=ranks, log_samples=log_samples, **options)
     ranks.barrier()
@@ -177,6 +185,7 @@ def _zero_shot(
     row = measured(found["results"], parameters, tokens)
     facts: dict[str, Any] = {
         "checkpoint": str(loaded.folder),
+        "weights": weights,
         **found,
         "paper": {"parameters": parameters, "training_tokens": tokens, "scores": row.scores, "average": row.average},
         "device": str(next(loaded.model.parameters()).device),
@@ -197,6 +206,7 @@ def _held_out(
     baselines: bool,
     device: str | None,
     dtype: str | None,
+    weights: str,
 ) -> tuple[dict[str, Any], str]:
     """Figures of documents, and their table."""
     from lightnet_eval.baselines import Baselines
@@ -207,7 +217,7 @@ def _held_out(
     from ..inference import load_model
     from ..inference.load import require_tokenizer
 
-    loaded = load_model(checkpoint, device, dtype)
+    loaded = load_model(checkpoint, device, dtype, weights)
     if text is not None:
 
         def left_out(line: str) -> None:
@@ -227,6 +237,7 @@ def _held_out(
         result = score(loaded.model, watched, source.eod_id, batch_tokens, bar.update)
     facts: dict[str, Any] = {
         "checkpoint": str(loaded.folder),
+        "weights": weights,
         "data": source.name,
         **result.as_dict(),
         "baselines": compressors.finish() if compressors else None,

@@ -80,6 +80,9 @@ def _prompts(file: str) -> list[str]:
 @click.option("--save-state", metavar="FILE", help="Keep the state after prompt and text.")
 @click.option("--echo", is_flag=True, help="Print the prompt before its continuation.")
 @click.option("--output", metavar="FILE", help="Write the answers of --prompts there.")
+@click.option(
+    "--weights", default="trained", show_default=True, metavar="trained|ema", help="ema: the average of train.ema."
+)
 @click.option("--device", help="cpu, cuda or cuda:N. [default: cuda where there is one]")
 @click.option("--dtype", help="fp32 or bf16. [default: as trained; fp32 on the CPU]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done, instead of streaming text.")
@@ -101,6 +104,7 @@ def generate(
     save_state: str | None,
     echo: bool,
     output: str | None,
+    weights: str,
     device: str | None,
     dtype: str | None,
     as_json: bool,
@@ -134,12 +138,12 @@ def generate(
         raise UserError(f"--save-state {save_state}: cannot be written, there is no such folder; name one that exists")
     if prompts is not None:
         texts = _prompts(prompts)
-        _many(load_model(checkpoint, device, dtype), texts, max_tokens, sampling, stop, batch_size, output)
+        _many(load_model(checkpoint, device, dtype, weights), texts, max_tokens, sampling, stop, batch_size, output)
     elif interactive:
-        _ask(load_model(checkpoint, device, dtype), max_tokens, sampling)
+        _ask(load_model(checkpoint, device, dtype, weights), max_tokens, sampling)
     else:
         text = _prompt(prompt, prompt_file)
-        loaded = load_model(checkpoint, device, dtype)
+        loaded = load_model(checkpoint, device, dtype, weights)
         _one(loaded, text, max_tokens, sampling, state, save_state, echo, as_json)
 
 

@@ -79,6 +79,7 @@ def convert(
     *,
     dtype: str | None = None,
     average: str | None = None,
+    weights: str = "trained",
     trust_pickle: bool = False,
 ) -> Report:
     """Convert weights and what belongs to them; the target appears whole or not at all.
@@ -89,6 +90,7 @@ def convert(
         to: hf, training (what ``train.init_from`` takes) or safetensors (training's names).
         dtype: float32, bfloat16 or float16; None: as trained. float32 of a bf16 run takes its fp32 master weights.
         average: last:K or all: the mean of a run's checkpoints in place of one.
+        weights: trained, or ema: the exponential average of a run that keeps one.
         trust_pickle: whether pickled files are read where there is nothing else.
 
     Raises:
@@ -106,7 +108,7 @@ def convert(
         raise UserError(f"{final}: its folder {final.absolute().parent} does not exist; make it first")
     if to == "hf":
         _require_transformers()
-    opened, parts = _open(place, average, trust_pickle)
+    opened, parts = _open(place, average, trust_pickle, weights)
     partial = final.absolute().with_name(f".{final.absolute().name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # what a killed conversion left
     try:
@@ -119,10 +121,12 @@ def convert(
     return report
 
 
-def _open(place: Path, average: str | None, trust_pickle: bool) -> tuple[Source, list[str]]:
+def _open(place: Path, average: str | None, trust_pickle: bool, weights: str) -> tuple[Source, list[str]]:
     if average is None:
-        opened = open_source(place, trust_pickle)
+        opened = open_source(place, trust_pickle, weights)
         return opened, [str(opened.path)]
+    if weights != "trained":
+        raise UserError(f"--average {average} and --weights {weights} both average; choose one")
     sources = [open_source(folder, trust_pickle) for folder in chosen(place, average)]
     newest = sources[-1]
     for other in sources:
@@ -188,7 +192,8 @@ class _Conversion:
         names = [name for name, spec in self.specs.items() if not spec.keep_fp32]
         smallest = min(names, key=lambda name: torch.Size(self.specs[name].shape).numel())
         weights = self.source.weights
-        return (weights.parts[0] if isinstance(weights, Average) else weights).read(smallest).dtype
+        trained: Tensor = getattr(weights, "as_trained", weights).read(smallest)
+        return trained.dtype
 
     def _kind(self, name: str) -> torch.dtype:
         return torch.float32 if self.specs[name].keep_fp32 else self.dtype

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..checkpoint import universal
-from ..checkpoint.native import FP32, Reader, open_reader
+from ..checkpoint.native import FP32, NotTrained, Reader, open_reader
 from ..checkpoint.weights import Part, describe_part, part_file
 from ..errors import UserError
 from ..models.parameters import unshard
+
+
+class Weights(Protocol):
+    """Full tensors by name."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in memory of its own."""
+        ...
 
 
 class Masters:
@@ -23,10 +33,12 @@ class Masters:
         checkpoint: a verified checkpoint folder.
         manifest: its manifest.
         trust_pickle: whether DeepSpeed's files, which are pickles, are read.
+        weights: as trained; what is frozen has no master.
     """
 
-    def __init__(self, checkpoint: Path, manifest: dict[str, Any], trust_pickle: bool):
+    def __init__(self, checkpoint: Path, manifest: dict[str, Any], trust_pickle: bool, weights: Weights):
         self.checkpoint, self.manifest, self.trust_pickle = checkpoint, manifest, trust_pickle
+        self.weights, self.shapes = weights, weights.shapes
         self._stages: dict[str, tuple[list[Reader], list[Part]]] | None = None
 
     def read(self, name: str) -> Tensor:
@@ -46,7 +58,10 @@ class Masters:
         if self._stages is None:
             self._stages = self._open()
         readers, parts = self._stages[name]
-        local = [reader(name, FP32).view(part.local_shape) for reader, part in zip(readers, parts, strict=True)]
+        try:
+            local = [reader(name, FP32).view(part.local_shape) for reader, part in zip(readers, parts, strict=True)]
+        except NotTrained:
+            return self.weights.read(name)
         return unshard(local, parts[0].shape, parts[0].dim).clone()
 
     def _open(self) -> dict[str, tuple[list[Reader], list[Part]]]:

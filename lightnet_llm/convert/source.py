@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..checkpoint import store
-from ..checkpoint.averaging import Average
-from ..checkpoint.weights import FOLDER, Part, describe_part
+from ..checkpoint.weights import AVERAGE, FOLDER, Part, describe_part, folder_of, read_tensor, weights_files
 from ..config.load import validate, validate_as
 from ..config.model import ModelConfig
 from ..config.run import RunConfig
@@ -65,7 +64,7 @@ class Source:
     weights: Reader
     vocabulary: Vocabulary | None
     facts: dict[str, Any] = field(default_factory=dict)
-    masters: Masters | Average | None = None
+    masters: Reader | None = None
 
 
 def specs_of(model: ModelConfig) -> dict[str, ParameterSpec]:
@@ -75,26 +74,33 @@ def specs_of(model: ModelConfig) -> dict[str, ParameterSpec]:
     return {name: spec_of(parameter) for name, parameter in built.named_parameters()}
 
 
-def open_source(path: Path, trust_pickle: bool = False) -> Source:
+def open_source(path: Path, trust_pickle: bool = False, weights: str = "trained") -> Source:
     """Open a training checkpoint (or the newest whole one of a run), a Hugging Face folder or one of plain safetensors.
 
     Args:
         path: the folder.
         trust_pickle: whether pickled files are read, where there is nothing else; with weights-only loading.
+        weights: ``trained``, or ``ema``: the exponential average of a run that keeps one.
 
     Raises:
         UserError: none of these, another architecture, half a checkpoint, or weights that do not fit the configuration.
     """
     if not path.exists():
         raise UserError(f"{path}: does not exist; name a run folder, a checkpoint or a Hugging Face folder")
+    which = folder_of(weights)
     if path.is_file():
         raise UserError(f"{path}: is a file; name the folder that holds it together with its configuration")
+    converted = (path / "config.json").is_file() or any(path.glob("model*.safetensors"))
+    if which == AVERAGE and converted:
+        raise UserError(
+            f"{path}: --weights ema goes with a run; this folder holds the one set of weights it was made of"
+        )
     if (path / "config.json").is_file():
         source = _open_hugging_face(path, trust_pickle)
     elif (path / "config.yaml").is_file() and any(path.glob("model*.safetensors")):
         source = _open_plain(path)
     else:
-        source = _open_training(path, trust_pickle)
+        source = _open_training(path, trust_pickle, which)
     if source.model.head != "causal_lm" or not source.model.causal:
         held = source.model.head if source.model.head != "causal_lm" else "model that is not causal"
         raise UserError(f"{source.path}: holds a {held}; only causal language models are converted so far")
@@ -125,16 +131,19 @@ def _check(source: Source) -> None:
 
 
 class Parts:
-    """Weights of a training checkpoint: parts of stages and tensor-parallel ranks, joined when they are read."""
+    """Weights of a training checkpoint: parts of stages and tensor-parallel ranks, joined when they are read.
 
-    def __init__(self, checkpoint: Path):
+    Args:
+        which: ``weights``, or ``ema`` for the exponential average.
+
+    Attributes:
+        as_trained: the weights whose dtype was trained in.
+    """
+
+    def __init__(self, checkpoint: Path, which: str = FOLDER):
         self.parts: dict[str, dict[int, tuple[Path, Part]]] = {}
-        files = sorted((checkpoint / FOLDER).glob("*.safetensors"))
-        if not files:
-            raise UserError(
-                f"{checkpoint}: holds no {FOLDER}/*.safetensors; name a checkpoint such as .../step_00000100"
-            )
-        for path in files:
+        self.as_trained: Parts = self if which == FOLDER else Parts(checkpoint)
+        for path in weights_files(checkpoint, which):
             try:
                 with safe_open(path, framework="pt") as reader:
                     rank, self.size = int(reader.metadata()["tensor_rank"]), int(reader.metadata()["tensor_size"])
@@ -146,7 +155,7 @@ class Parts:
             missing = sorted(set(range(self.size)) - set(ranks))
             if missing:
                 raise UserError(
-                    f"{checkpoint / FOLDER}: the part of tensor-parallel rank {missing[0]} of '{name}' is missing; copy the "
+                    f"{checkpoint / which}: the part of tensor-parallel rank {missing[0]} of '{name}' is missing; copy the "
                     "checkpoint again"
                 )
         self.shapes = {name: ranks[0][1].shape for name, ranks in self.parts.items()}
@@ -194,12 +203,6 @@ class Pickled:
         return self.tensors[name].clone()
 
 
-def read_tensor(path: Path, name: str) -> Tensor:
-    """One tensor in memory of its own; the file is not kept open, so that its pages do not pile up."""
-    with safe_open(path, framework="pt") as reader:
-        return reader.get_tensor(name).clone()
-
-
 def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(path, framework="pt") as reader:
@@ -210,21 +213,28 @@ def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
         raise UserError(f"{path}: not a readable safetensors file ({error}); copy it again") from None
 
 
-def _open_training(path: Path, trust_pickle: bool) -> Source:
+def _open_training(path: Path, trust_pickle: bool, which: str) -> Source:
     folder = store.resolve(path, warn=lambda line: print(f"warning: {line}", file=sys.stderr))
     config = read_config(folder)
     try:
         manifest = store.read_manifest(folder)
     except ValueError as error:
         raise UserError(str(error)) from None
-    masters = Masters(folder, manifest, trust_pickle) if (folder / "engine").is_dir() else None
+    weights = Parts(folder, which)
+    masters: Reader | None = None
+    if which == AVERAGE:
+        masters = weights  # it is of the masters, in fp32
+    elif (folder / "engine").is_dir():
+        masters = Masters(folder, manifest, trust_pickle, weights)
     if config.train.precision == "fp32":
         masters = None  # the weights are the masters
     tokenizer = find_tokenizer(folder, config)
     vocabulary = None if tokenizer is None else Vocabulary(tokenizer, folder)
     state = manifest.get("state", {})
     facts = {**manifest.get("facts", {}), **{name: state[name] for name in ("step", "tokens") if name in state}}
-    return Source(folder, "training", config.model, config, Parts(folder), vocabulary, facts, masters)
+    if which == AVERAGE:
+        facts["ema_decay"] = manifest.get("ema")
+    return Source(folder, "training", config.model, config, weights, vocabulary, facts, masters)
 
 
 def _open_hugging_face(path: Path, trust_pickle: bool) -> Source:

@@ -14,7 +14,7 @@ from lightnet_data.tokenizer import FILE_NAMES, Tokenizer
 from torch import nn
 
 from ..checkpoint.store import read_manifest, resolve
-from ..checkpoint.weights import load_into, load_weights
+from ..checkpoint.weights import folder_of, load_into, load_weights
 from ..config import RunConfig, validate
 from ..errors import UserError
 from ..models import CausalLM
@@ -42,7 +42,10 @@ class Loaded(NamedTuple):
 
 
 def load_model(
-    path: str | Path, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
+    path: str | Path,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    weights: str = "trained",
 ) -> Loaded:
     """Load a model for inference.
 
@@ -52,28 +55,31 @@ def load_model(
         device: default: the first CUDA device, else the CPU.
         dtype: "fp32", "bf16" or a torch dtype. Default: the precision of the run; on the CPU fp32, which is faster
             there. Parameters that training keeps in fp32 (theta, TPE) stay fp32 in any case.
+        weights: "trained", or "ema": the exponential average of a run that keeps one.
 
     Raises:
         UserError: no whole checkpoint there, no configuration, another model's weights, or no such device.
     """
-    given = Path(path)
+    given, which = Path(path), folder_of(weights)
     if not given.exists():
         raise UserError(f"{given}: no such checkpoint; name a run folder or a folder such as .../step_00000100")
     if (given / "config.json").is_file() or any(given.glob("model*.safetensors")):
-        return _load_converted(given, device, dtype)
+        return _load_converted(given, device, dtype, weights)
     folder = resolve(given, warn=lambda line: print(f"warning: {line}", file=sys.stderr))
     config = read_config(folder)
     model = _empty_model(folder, config, device, dtype)
-    load_into(model, load_weights(folder), str(folder))
+    load_into(model, load_weights(folder, which), str(folder))
     facts = read_manifest(folder).get("state", {})
     return Loaded(model.eval().requires_grad_(False), config, find_tokenizer(folder, config), folder, facts)
 
 
-def _load_converted(folder: Path, device: str | torch.device | None, dtype: str | torch.dtype | None) -> Loaded:
+def _load_converted(
+    folder: Path, device: str | torch.device | None, dtype: str | torch.dtype | None, weights: str
+) -> Loaded:
     """What is no checkpoint of training: its readers belong to conversion."""
     from ..convert.source import open_source
 
-    source = open_source(folder)
+    source = open_source(folder, weights=weights)
     model = _empty_model(folder, source.config, device, dtype)
     load_into(model, {name: source.weights.read(name) for name in source.weights.shapes}, str(folder))
     tokenizer = None if source.vocabulary is None else source.vocabulary.tokenizer

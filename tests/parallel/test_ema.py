@@ -8,6 +8,9 @@ from torch import Tensor
 
 from lightnet_llm.checkpoint import store, universal
 from lightnet_llm.checkpoint.weights import AVERAGE, load_weights
+from lightnet_llm.convert import convert, open_source
+from lightnet_llm.errors import UserError
+from lightnet_llm.inference import load_model
 from tests.conftest import Ranks
 from tests.parallel.test_moves import layout
 
@@ -80,6 +83,34 @@ def test_it_is_the_plain_formula(
     if not extra:
         assert furthest(load_weights(folder_of(still, STEPS), AVERAGE), found) < 1e-3
     assert store.read_manifest(folder_of(run, STEPS))["ema"] == DECAY
+
+
+def test_it_is_exported_and_loaded_on_request(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    """In the dtype as trained, or exactly in fp32, and without pickles; what has none says so."""
+    extra = [*KEEP, BF16, "parallel.tensor=2", "train.stop_at_step=3"]
+    ranks.train(2, tiny, extra, tmp_path, "run")
+    run = tmp_path / "run"
+    average = load_weights(folder_of(run, 3), AVERAGE)
+    for to, dtype in (("hf", None), ("training", "float32")):
+        report = convert(run, tmp_path / to, to, dtype=dtype, weights="ema")
+        assert report.dtype == (dtype or "bfloat16")
+        weights = open_source(tmp_path / to).weights
+        for name, tensor in average.items():
+            found = weights.read(name)
+            assert torch.equal(found, tensor.to(found.dtype)), name
+            assert found.dtype == torch.float32 or dtype is None
+    assert "| ema decay | 0.8 |" in (tmp_path / "hf" / "README.md").read_text()
+    kept = load_model(run, "cpu", weights="ema").model.state_dict()
+    assert all(torch.equal(kept[name][: len(tensor)], tensor) for name, tensor in average.items())
+    with pytest.raises(UserError, match="--weights ema goes with a run"):
+        load_model(tmp_path / "hf", weights="ema")
+    with pytest.raises(UserError, match="both average"):
+        convert(run, tmp_path / "no", "hf", average="last:1", weights="ema")
+    with pytest.raises(UserError, match=r"--weights emma: must be trained or ema.*did you mean"):
+        load_model(run, weights="emma")
+    for open_it in (load_model, open_source):
+        with pytest.raises(UserError, match="holds no exponential average; it is kept"):
+            open_it(tmp_path / "training", weights="ema")
 
 
 @pytest.mark.parametrize(

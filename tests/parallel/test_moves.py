@@ -18,6 +18,7 @@ LEAVES, ENDS = 6, 14  # steps: where a run moves, and where the comparison ends
 SLOW = pytest.mark.slow
 TIED, UNTIED = (), ("model.tie_embeddings=false", "model.norm=layer", "model.dropout=0.2")
 BF16 = ("train.precision=bf16",)
+FROZEN = ("model.lrpe_learnable=false",)  # theta is in no optimiser
 
 
 def layout(text: str) -> tuple[int, list[str]]:
@@ -39,6 +40,7 @@ MOVES: list[Any] = [
     (TIED, "dp2 z0", "dp2 z2"),
     (TIED, "z1", "tp4"),
     (UNTIED, "dp2 z3", "pp2"),
+    (FROZEN, "dp2 z1", "tp2"),
     *(
         pytest.param(*move, marks=SLOW)
         for move in (
@@ -56,6 +58,8 @@ MOVES: list[Any] = [
             (UNTIED, "pp2", "sp2 z3"),
             (TIED, "tp2 ts1", "dp2 z1"),
             (UNTIED, "dp2 z2", "tp2 pp2 ts1"),
+            (FROZEN, "dp2 z3", "z0"),
+            (FROZEN, "z0", "dp2 z3"),
             (BF16, "dp2 z1", "tp2"),
             (BF16, "dp2 z1", "dp2 z3"),
             (BF16, "dp2 z3", "pp2"),
