@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -249,8 +249,10 @@ def _terminal(quiet: bool) -> Any:
         def note(self, line: str) -> None:
             click.echo(f"note: {line}", err=True)
 
-        def progress(self, stage: str, total: int) -> contextlib.AbstractContextManager[Callable[[int], Any]]:
-            return bar(stage, total, quiet)
+        @contextlib.contextmanager
+        def progress(self, stage: str, total: int) -> Iterator[Callable[[int], Any]]:
+            with bar(stage, total, quiet) as update:
+                yield update
 
     return Terminal()
 
