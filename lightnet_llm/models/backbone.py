@@ -39,10 +39,10 @@ class Backbone(nn.Module):
             grid: (h, w).
 
         Returns:
-            [B, prefix + h * w, width].
+            [B, prefix + h * w, width]; this rank's tokens [1, .., width] where the context's exchange shares them.
         """
         hidden = embed_grid(tokens, self.tpe, self.config, grid, context, prefix)
-        context = context.at(grid_coordinates(grid, prefix, tokens.device))
+        context = at_grid(context, grid, prefix, tokens.device)
         for block in self.layers:
             hidden, _ = block(hidden, context)
         return self.norm(hidden)
@@ -56,11 +56,22 @@ def embed_grid(
     context: ForwardContext,
     prefix: int = 0,
 ) -> Tensor:
-    """TPE and the first dropout of embedded patches; shared by the plain and the pipelined models."""
+    """TPE and the first dropout of embedded patches; shared by the plain and the pipelined models.
+
+    TPE runs over whole images: ranks share the tokens only after it.
+    """
     if tpe is not None:
         encoded, _ = tpe(tokens[:, prefix:], context, grid=grid)
         tokens = torch.cat([tokens[:, :prefix], encoded], 1) if prefix else encoded
+    if context.exchange is not None:
+        tokens = context.exchange.part(tokens)
     return dropout(tokens, config.dropout, context.dropout, 0)
+
+
+def at_grid(context: ForwardContext, grid: tuple[int, int], prefix: int, device: torch.device) -> ForwardContext:
+    """The context of blocks over the tokens of a grid, or over this rank's share of them."""
+    coordinates = grid_coordinates(grid, prefix, device)
+    return context.at(coordinates if context.exchange is None else context.exchange.coordinates(coordinates))
 
 
 def grid_coordinates(grid: tuple[int, ...], prefix: int, device: torch.device) -> Tensor:

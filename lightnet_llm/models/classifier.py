@@ -45,14 +45,16 @@ class ImageClassifier(Backbone):
             ValueError: images that are not made of whole patches, or of other channels.
         """
         grid = self.embedding.grid(images)
-        hidden = self.image_tokens(self.embedding(images), grid, context or ForwardContext())
-        logits = classify(hidden, self.head)
+        context = context or ForwardContext()
+        hidden = self.image_tokens(self.embedding(images), grid, context)
+        logits = classify(hidden, self.head, context)
         return ClassifierOutput(logits, None if labels is None else class_loss(logits, labels))
 
 
-def classify(hidden: Tensor, head: nn.Module) -> Tensor:
+def classify(hidden: Tensor, head: nn.Module, context: ForwardContext) -> Tensor:
     """Normed activations [B, N, width] to logits [B, classes]; shared by the plain and the pipelined model."""
-    logits: Tensor = head(hidden.mean(1))
+    exchange = context.exchange
+    logits: Tensor = head(hidden.mean(1) if exchange is None else exchange.mean(hidden))
     return logits
 
 

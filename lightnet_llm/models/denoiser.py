@@ -65,9 +65,12 @@ class Denoiser(Backbone):
         grid = self.embedding.grid(noisy)
         tokens = self.embedding(noisy)
         prefix = torch.stack([self.timestep(timesteps), self.label(labels)], 1).to(tokens.dtype)
-        hidden = self.image_tokens(torch.cat([prefix, tokens], 1), grid, context or ForwardContext(), prefix=2)
+        context = context or ForwardContext()
+        predicted = self.head(self.image_tokens(torch.cat([prefix, tokens], 1), grid, context, prefix=2))
+        if context.exchange is not None:
+            predicted = context.exchange.whole(predicted)
         assert self.config.image is not None
-        return unpatch(self.head(hidden[:, 2:]), grid, self.config.image.patch)
+        return unpatch(predicted[:, 2:], grid, self.config.image.patch)
 
 
 def guided(model: Denoiser, noisy: Tensor, timesteps: Tensor, labels: Tensor, scale: float) -> Tensor:

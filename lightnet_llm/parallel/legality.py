@@ -58,7 +58,7 @@ def problem(config: RunConfig, choice: Choice, world: int) -> str | None:
         return f"parallel.tensor_sequence_parallel shares rows of text; head: {model.head} has images"
     if parallel.sequence > length:
         return f"parallel.sequence {parallel.sequence} is more than data.sequence_length {length}: at most one rank a token"
-    if parallel.sequence > 1 and model.axes > 1:
+    if parallel.sequence > 1 and model.axes > 1 and model.image is None:
         return f"parallel.sequence {parallel.sequence} shares one axis of tokens, model.axes is {model.axes}"
     if parallel.sequence > 1 and model.mixer == "softmax":
         return f"parallel.sequence {parallel.sequence} exchanges states, and model.mixer: softmax has none"

@@ -15,7 +15,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 from ..config.model import ModelConfig
-from ..models.backbone import embed_grid, grid_coordinates
+from ..models.backbone import at_grid, embed_grid
 from ..models.block import Block
 from ..models.causal_lm import build_head, embed, head_loss
 from ..models.classifier import build_class_head, class_loss, classify, hits
@@ -24,6 +24,7 @@ from ..models.layers import PlainLayers
 from ..models.norms import Norm
 from ..models.patches import PatchEmbedding
 from ..models.tpe import ToeplitzEncoding
+from .image_sequence import image_context
 from .layout import Groups
 from .sequence import SequencePlace, training_context
 
@@ -51,14 +52,21 @@ class Clock:
         return self.loss_weight * self.step_weight
 
     def context(
-        self, cu_seqlens: Tensor | None, sample_ids: Tensor, tokens: int, config: ModelConfig, training: bool
+        self, cu_seqlens: Tensor, sample_ids: Tensor, tokens: int, config: ModelConfig, training: bool
     ) -> ForwardContext:
-        """The forward context of a micro-batch; arguments as of :func:`training_context`, no ``cu_seqlens`` for images."""
+        """The forward context of a micro-batch; arguments as of :func:`training_context`."""
         step = self.step if training else None
         context = training_context(cu_seqlens, sample_ids, tokens, config, self.seed, step, self.place)
         if context.dropout is None:
             return context
         return replace(context, dropout=replace(context.dropout, shard=self.token_shard))
+
+    def image_context(self, sample_ids: Tensor, config: ModelConfig, training: bool) -> ForwardContext:
+        """The forward context of images of the configuration's size, without coordinates."""
+        assert config.image is not None
+        drops = config.dropout > 0 or config.drop_path > 0
+        step = self.step if training else None
+        return image_context(sample_ids, config.image.tokens + config.prefix, drops, self.seed, step, self.place)
 
 
 def pad_segments(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -81,10 +89,7 @@ class _Stage(nn.Module):
     def context(self, payload: Payload) -> ForwardContext:
         """The forward context that travels beside the activations."""
         if self.config.image is not None:
-            _, sample_ids = payload
-            image = self.config.image
-            context = self.clock.context(None, sample_ids, image.tokens, self.config, self.training)
-            return context.at(grid_coordinates(image.grid, 0, sample_ids.device))
+            return self.clock.image_context(payload[1], self.config, self.training)
         _, sample_ids, cu_seqlens = payload
         tokens = (cu_seqlens.numel() - 1) // sample_ids.numel()
         return self.clock.context(_trim(cu_seqlens), sample_ids, tokens, self.config, self.training)
@@ -146,7 +151,10 @@ class BlockStage(_Stage):
         self.block = Block(config, layers, index)
 
     def forward(self, payload: Payload) -> Payload:
-        hidden, _ = self.block(payload[0], self.context(payload))
+        context = self.context(payload)
+        if self.config.image is not None:
+            context = at_grid(context, self.config.image.grid, 0, payload[0].device)
+        hidden, _ = self.block(payload[0], context)
         return hidden, *payload[1:]
 
 
@@ -180,7 +188,7 @@ class ClassStage(_Stage):
         self.head = build_class_head(config)
 
     def forward(self, payload: Payload) -> Tensor:
-        return classify(payload[0], self.head)
+        return classify(payload[0], self.head, self.context(payload))
 
 
 def _tied_head(stage: EmbeddingStage, payload: Payload) -> tuple[Tensor, Tensor]:

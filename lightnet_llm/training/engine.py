@@ -105,8 +105,8 @@ class Engine:
         self.samples_read: list[Tensor] = []
         self.losses: list[Tensor] = []
         self.task = task_of(config)
-        place, tokens = self._place(), config.data.sequence_length
-        weight = 1.0 if place is None else place.loss_weight(tokens)
+        place = self._place()
+        weight = 1.0 if place is None else self.task.loss_weight(place)
         self.layers = build_layers(groups, config.parallel.tensor_sequence_parallel)
         self.clock = Clock(config.train.seed, None, place, weight, self.layers.token_shard)
         model = self._build_model()
@@ -212,9 +212,9 @@ class Engine:
         labels = [self.task.labels(batch) for batch in held]
         total = torch.stack([(x >= 0).sum() for x in labels]).sum().to(self.device, torch.float64)
         dist.all_reduce(total, group=self.groups.data_group)
-        places = sum(x.numel() for x in labels) * self.groups.data_size
-        self.clock.step_weight = places / max(float(total), 1.0)  # without any label all losses are 0
+        share = count * self.groups.data_size / max(float(total), 1.0)  # without any label all losses are 0
         for index, batch in enumerate(held):
+            self.clock.step_weight = labels[index].numel() * share
             self.progress.note(f"forward of micro-batch {index}")
             yield batch
 

@@ -99,13 +99,13 @@ class ClassifierTask(ImageTask):
 
     def loss(self, model: Callable[..., Any], batch: Batch, clock: Clock, training: bool) -> Tensor:
         images, shares = self.prepared(batch, training)
-        context = clock.context(None, batch["sample_ids"], self.image.tokens, self.config.model, training)
+        context = clock.image_context(batch["sample_ids"], self.config.model, training)
         loss: Tensor = model(images, context, shares).loss
         return loss * clock.weight
 
     def figures(self, model: Callable[..., Any], batch: Batch, clock: Clock) -> Tensor:
         images, shares = self.prepared(batch, False)
-        context = clock.context(None, batch["sample_ids"], self.image.tokens, self.config.model, False)
+        context = clock.image_context(batch["sample_ids"], self.config.model, False)
         logits = model(images, context).logits
         return torch.cat([class_loss(logits, shares)[None], hits(logits, shares)])
 
@@ -156,8 +156,7 @@ class DenoiserTask(ImageTask):
         if self.process is None:
             self.process = diffusion.linear(device=images.device)
         noise, timesteps, labels = batch["noise"], batch["timesteps"], batch["labels"]
-        tokens = self.image.tokens + self.config.model.prefix
-        context = clock.context(None, batch["sample_ids"], tokens, self.config.model, training)
+        context = clock.image_context(batch["sample_ids"], self.config.model, training)
         noisy = self.process.add_noise(images, noise, timesteps)
         predicted = model(noisy, timesteps, labels.clamp(min=0), context)
         losses = self.process.loss(predicted, images, noise, timesteps) * (labels >= 0)

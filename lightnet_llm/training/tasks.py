@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..config.run import RunConfig
 from ..parallel.pipeline import Clock, PipelinedCausalLM, PipelinedModel, pad_segments
+from ..parallel.segments import SequencePlace
 from .masking import masked
 from .schedule import Budget
 from .sources import training_samples
@@ -73,6 +74,10 @@ class Task(ABC):
     def to_device(self, batch: Batch, device: torch.device) -> Batch:
         """A loaded batch where the model is."""
         return {k: x if k in self.on_cpu else x.to(device, non_blocking=True) for k, x in batch.items()}
+
+    def loss_weight(self, place: SequencePlace) -> float:
+        """What undoes a mean over what sequence-parallel ranks add."""
+        return 1.0
 
     # Losses ----------------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -136,6 +141,9 @@ class LanguageTask(Task):
             input_ids, labels = place.part(input_ids), place.part(labels, fill=-1)
         loss: Tensor = model(input_ids, context, labels).loss
         return loss * clock.weight
+
+    def loss_weight(self, place: SequencePlace) -> float:
+        return place.loss_weight(self.config.data.sequence_length)
 
     def payload(self, batch: Batch, clock: Clock) -> tuple[tuple[Tensor, ...], Tensor]:
         input_ids, labels, place = batch["input_ids"], batch["labels"], clock.place

@@ -18,11 +18,15 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dp4_zero3": (4, ["parallel.zero_stage=3"]),
     "tp2": (2, ["parallel.tensor=2"]),
     "tp2_zero3": (4, ["parallel.tensor=2", "parallel.zero_stage=3"]),
+    "sp2": (2, ["parallel.sequence=2"]),
+    "sp4_zero3": (4, ["parallel.sequence=4", "parallel.zero_stage=3"]),
+    "tp2_sp2_dp2": (8, ["parallel.tensor=2", "parallel.sequence=2", "parallel.sequence_exchange=prefix"]),
+    "pp2_sp2": (4, ["parallel.pipeline=2", "parallel.sequence=2"]),
     "pp2": (2, ["parallel.pipeline=2"]),
     "tp2_pp2_dp2": (8, ["parallel.tensor=2", "parallel.pipeline=2", "parallel.recompute_every=1"]),
 }
-QUICK = [("classifier", name) for name in ("micro8", "dp4_zero3", "tp2", "pp2")]
-QUICK += [("denoiser", name) for name in ("micro8", "dp4_zero3", "tp2")]
+QUICK = [("classifier", name) for name in ("micro8", "dp4_zero3", "tp2", "sp2", "pp2")]
+QUICK += [("denoiser", name) for name in ("micro8", "dp4_zero3", "tp2", "sp2")]
 ALL = [
     (head, name) for head in ("classifier", "denoiser") for name in LAYOUTS if head == "classifier" or "pp" not in name
 ]

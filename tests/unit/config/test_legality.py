@@ -108,6 +108,13 @@ REFUSED = [
 ]
 
 
+IMAGES = {
+    "model.causal": False,
+    "model.axes": 2,
+    "model.vocab_size": 0,
+    "model.image": {"size": [8, 8], "patch": 2, "classes": 3},
+    "data.sequence_length": 16,
+}
 MODELS = [
     (
         {"model.mixer": "softmax", "model.lrpe": False, "parallel.sequence": 2},
@@ -118,14 +125,12 @@ MODELS = [
         "splits samples, which model.drop_path leaves out as a whole; legal on 2 ranks: parallel.tensor_sequence_parallel=false",
     ),
     (
-        {
-            "model.head": "classifier",
-            "model.causal": False,
-            "model.axes": 2,
-            "model.vocab_size": 0,
-            "model.image": {"size": [8, 8], "patch": 2, "classes": 3},
-        },
-        "model.head: classifier is a model of lightnet_llm.models",
+        {**IMAGES, "model.head": "classifier", "parallel.tensor": 2, "parallel.tensor_sequence_parallel": True},
+        "shares rows of text; head: classifier has images; legal on 2 ranks: parallel.tensor_sequence_parallel=false",
+    ),
+    (
+        {**IMAGES, "model.head": "denoiser", "data.sequence_length": 18, "parallel.pipeline": 2},
+        "parallel.pipeline 2: head: denoiser has no stages; legal on 2 ranks: parallel.pipeline=1",
     ),
 ]
 
