@@ -257,9 +257,16 @@ class _Where(NamedTuple):
             "REST": shape.lrpe and (shape.wide or self.far),
             "MASK": self.mask is not None, "TABLE": self.plan.table is not None, "OP": operand, "PREC": precision,
             "APPROX": not shape.wide and not INTERPRETED, "ALIGN": _align(*tensors),
-            "STAGES": 1 if shape.wide else 2,
-            "num_warps": 8 if sum(features) > 80 and name == "weight_grad_pieces" else 4,
+            "STAGES": 1 if shape.wide else 3 if name == "read_pieces" and not shape.lrpe else 2,
+            "num_warps": self._warps(name, sum(features)),
         }  # fmt: skip
+
+    def _warps(self, name: str, features: int) -> int:
+        """As measured (benchmarks/LOG.md)."""
+        heavy = self.shape.lrpe or self.shape.wide
+        if features > 80 and name == "weight_grad_pieces" and heavy:
+            return 8
+        return 2 if features > 80 and name == "piece_states" and not heavy else 4
 
 
 def _where(
@@ -396,11 +403,11 @@ def _scan_backward(
     shape = _shape(query, key.shape[3], value.shape[3], theta)
     query, key, value, grad = _rows(query), _rows(key), _rows(value), _rows(grad)
     where = _where(shape, theta, places, mask, bounds, query.device)
-    grad_query, grad_key, grad_value = _empty(query, shape.D), _empty(key, shape.D), _empty(value, shape.V)
-    grads = (grad_query, grad_key, grad_value)
+    grad_query = _empty(query, shape.D)
     if where.plan.fused:
+        grad_key, grad_value = _empty(key, shape.D), _empty(value, shape.V)
         torques = _torque(where, 1)
-        tensors = (query, key, value, grad, *grads)
+        tensors = (query, key, value, grad, grad_query, grad_key, grad_value)
         _launch(
             "fused_backward",
             where,
@@ -414,9 +421,11 @@ def _scan_backward(
         _launch("read_grad_pieces", where, (query, grad, grad_query), (state, parts, torques[0]), SILU=activation)
         grad_state, pressure = torch.empty_like(state), torch.empty_like(peak)
         _merge("merge_grads", where, parts, state, grad_state, pressure)
+        del parts
+        grad_key, grad_value = _empty(key, shape.D), _empty(value, shape.V)
         others = (peak, mass, pressure, grad_state, torques[1])
         _launch("weight_grad_pieces", where, (key, value, grad_key, grad_value), others, NORM=True)
-    return *grads, _theta_grad(torques, theta)
+    return grad_query, grad_key, grad_value, _theta_grad(torques, theta)
 
 
 def _fake_scan_backward(

@@ -77,6 +77,26 @@ def fill_angles(
 
 
 @triton.jit
+def fill_moves(
+    theta_ptr, lengths_ptr, moves_ptr, span, sequences, heads, D: tl.constexpr, DP: tl.constexpr
+):  # fmt: skip
+    """cos and sin [2 + 2 sequences, H, D] of moves by a full span (rows 0 and 1) and by each sequence's last one (cos of
+    all, then sin of all), in float64 until they are stored. One program a (move, head)."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    col = tl.arange(0, DP)
+    tokens = tl.cast(span, tl.int64)
+    if row > 0:
+        length = tl.load(lengths_ptr + row - 1)
+        tokens = tl.maximum(length - 1, 0) % span + 1
+    theta = tl.load(theta_ptr + head * D + col, mask=col < D, other=0.0).to(tl.float64)
+    angle = tokens.to(tl.float64) * theta
+    cos_row = tl.where(row > 0, row + 1, 0)
+    sin_row = tl.where(row > 0, row + 1 + sequences, 1)
+    tl.store(moves_ptr + (cos_row * heads + head) * D + col, tl.cos(angle).to(tl.float32), mask=col < D)
+    tl.store(moves_ptr + (sin_row * heads + head) * D + col, tl.sin(angle).to(tl.float32), mask=col < D)
+
+
+@triton.jit
 def block_peaks(
     k_ptr, blocks_ptr, first_ptr, peak_ptr, sum_ptr, skb, skn, skh, H,
     D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr,
@@ -170,8 +190,9 @@ def chain_states(
     span = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     batch, first, length, block, _, sequence, last = load_span(spans_ptr, span)
-    if TO == 1 and last != 0:  # nobody asks what comes after
-        return
+    if TO == 1 and not BLOCKS:  # noqa: SIM102
+        if last != 0:  # nobody asks what comes after
+            return
     step, vcol = tl.arange(0, BT), (tl.program_id(2) // NH) * VB + tl.arange(0, VB)
     col = (tl.program_id(2) % NH) * DH + tl.arange(0, DH)
     SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
@@ -279,6 +300,52 @@ def scan_spans(
             real += real_added
         else:
             real = real * faded[:, None] + real_added
+
+
+@triton.jit
+def add_spans(
+    kv_ptr, from_ptr, spans_ptr, enter_ptr, leave_ptr, theta_ptr, turn_ptr, max0_ptr, parts, H,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, LRPE: tl.constexpr,
+    INITIAL: tl.constexpr,
+):  # fmt: skip
+    """To every block's kv, which knows only its own span's tokens, what the span finds, `from`: the same moved to the
+    block. One program a (span, head, slice of BD features and part of the blocks)."""
+    span, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slices = tl.cdiv(D, BD)
+    row, vcol = (tl.program_id(2) % slices) * BD + tl.arange(0, BD), tl.arange(0, VP)
+    _, _, length, block, place, sequence, _ = load_span(spans_ptr, span)
+    if not INITIAL:  # noqa: SIM102
+        if place == 0:  # finds nothing
+            return
+    SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
+    if place > 0:
+        unit = load_vector(leave_ptr + ((block - 1) * H + head) * D, row, D, BD)
+    else:
+        unit = load_vector(max0_ptr + (sequence * H + head) * D, row, D, BD)
+    source = from_ptr + (span * H + head) * SIZE
+    real = load_matrix(source, row, vcol, D, V, BD, VP)
+    count = tl.cdiv(length, BT)
+    each = tl.cdiv(count, parts)
+    begin = (tl.program_id(2) // slices) * each
+    if LRPE:
+        imag = load_matrix(source + D * V, row, vcol, D, V, BD, VP)
+        angle = (begin * BT).to(tl.float64) * load_vector(theta_ptr + head * D, row, D, BD).to(tl.float64)
+        cos, sin = tl.cos(angle).to(tl.float32), tl.sin(angle).to(tl.float32)
+        cos_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D), row, D, BD)
+        sin_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D) + D, row, D, BD)
+    for i in range(begin, tl.minimum(begin + each, count)):
+        at = ((block + i) * H + head) * D
+        faded = fade(unit, load_vector(enter_ptr + at, row, D, BD))
+        target = kv_ptr + at * (SIZE // D)
+        own = load_matrix(target, row, vcol, D, V, BD, VP).to(tl.float32)
+        if LRPE:
+            own_imag = load_matrix(target + D * V, row, vcol, D, V, BD, VP).to(tl.float32)
+            moved, moved_imag = turned(real, imag, cos * faded, sin * faded)
+            store_matrix(target, row, vcol, own + moved, D, V, BD, VP)
+            store_matrix(target + D * V, row, vcol, own_imag + moved_imag, D, V, BD, VP)
+            cos, sin = cos * cos_on - sin * sin_on, sin * cos_on + cos * sin_on
+        else:
+            store_matrix(target, row, vcol, own + real * faded[:, None], D, V, BD, VP)
 
 
 @triton.jit

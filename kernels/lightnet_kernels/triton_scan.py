@@ -2,9 +2,10 @@
 
 Forward: chains of blocks leave the state that every block finds (`chain_states`), then all blocks give their outputs at
 once. Backward: queries, all blocks at once; chains from the end with gradients; then keys, then values, all blocks at
-once. Where sequences are long and heads few a sequence is cut into spans, whose chains run twice: first to know what each
-span adds. Nothing waits for the device; a new cut into blocks is sent to it once. For the backward pass the inputs and the
-blocks' states are kept: one state for every BLOCK tokens, in the operands' dtype.
+once. Where sequences are long and heads few a sequence is cut into spans, whose chains do not wait for one another: what a
+span finds is added to its blocks' states after; backward its chains run twice. Nothing waits for the device; a new cut
+into blocks is sent to it once. For the backward pass the inputs and the blocks' states are kept: one state for every BLOCK
+tokens, in the operands' dtype.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from .triton_tables import WINDOW, Tables, tables
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SLICE = 64  # DH
 LANES = 32  # features that one program of a scan over blocks looks at
+ADDERS = 2048  # programs that move what spans find to their blocks
 EXACT = 32  # (block, head) that one program of the exact form looks at
 
 
@@ -81,6 +83,11 @@ class Shape(NamedTuple):
         """Grids of a kernel of blocks and its COUNT: the fast form, then the exact form where blocks need it."""
         blocks = table.blocks.shape[0]
         return ((blocks, self.heads), 0), ((parts(blocks * self.heads, EXACT), 1), EXACT)
+
+    def rows_at_once(self, table: Tables) -> dict[str, int]:
+        """Blocks that a scan over a sequence's blocks takes at once, and its warps."""
+        long = table.blocks.shape[0] > 64 * table.lengths.shape[0]
+        return {"ROWS": 64, "num_warps": 4} if long else {"ROWS": 16, "num_warps": 1}
 
     def of_states(self) -> dict[str, Any]:
         """Arguments of a scan over spans."""
@@ -151,11 +158,13 @@ def span_moves(theta: Tensor | None, table: Tables) -> Tensor | None:
     """cos and sin [2 + 2 sequences, H, D] of moves by a full span and by each sequence's last one."""
     if theta is None:
         return None
-    full = torch.full((1,), table.span * BLOCK, dtype=torch.float64, device=theta.device)
-    last = (table.lengths.double() - 1).clamp_min(0) % (table.span * BLOCK) + 1
-    angle = torch.cat([full, last])[:, None, None] * theta.double()
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat([cos[:1], sin[:1], cos[1:], sin[1:]]).float()
+    sequences, (heads, width) = table.lengths.shape[0], theta.shape
+    moves = torch.empty(2 + 2 * sequences, heads, width, device=theta.device)
+    launch(forward_kernels.fill_moves, (1 + sequences, heads))(
+        theta, table.lengths, moves, table.span * BLOCK, sequences, heads,
+        D=width, DP=triton.next_power_of_2(width), num_warps=1,
+    )  # fmt: skip
+    return moves
 
 
 class Blocks(NamedTuple):
@@ -211,7 +220,7 @@ def block_states(
     top, total, last = final or (None,) * 3
     launch(kernels.scan_units, (sequences, heads, parts(shape.D, LANES)))(
         table.block_ranges, enter, leave, mass, found.flag, max0, sum0, top, total, heads,
-        D=shape.D, DP=LANES, ROWS=16, num_warps=1, INITIAL=initial is not None, FINAL=final is not None,
+        D=shape.D, DP=LANES, INITIAL=initial is not None, FINAL=final is not None, **shape.rows_at_once(table),
     )  # fmt: skip
 
     def run(before: Tensor | None, after: Tensor | None, **which: int) -> None:
@@ -225,13 +234,22 @@ def block_states(
         run(kv0, last, FROM=0 if initial is None else 2, BLOCKS=1, TO=to)
         return found
     held = torch.empty(spans, heads, shape.rows, shape.V, device=device)
-    run(None, held, FROM=0, BLOCKS=0, TO=1)
+    once = final is None  # else the last chains have more to do
+    run(None, held, FROM=0, BLOCKS=int(once), TO=1)
     arguments = shape.of_states()
     launch(kernels.scan_spans, (sequences, heads, parts(shape.D, arguments["BD"])))(
         table.span_ranges, table.spans, enter, leave, held, span_moves(theta, table), max0, kv0, heads,
         BT=BLOCK, INITIAL=initial is not None, **arguments,
     )  # fmt: skip
-    run(held, last, FROM=1, BLOCKS=1, TO=to)
+    if not once:
+        run(held, last, FROM=1, BLOCKS=1, TO=to)
+        return found
+    slices = parts(shape.D, arguments["BD"])
+    cuts = max(1, min(table.span, ADDERS // (spans * heads * slices)))
+    launch(kernels.add_spans, (spans, heads, slices * cuts))(
+        kv, held, table.spans, enter, leave, theta, found.turn, max0, cuts, heads,
+        BT=BLOCK, INITIAL=initial is not None, **arguments,
+    )  # fmt: skip
     return found
 
 
@@ -304,14 +322,14 @@ def backward(
     heads, device, kernels = shape.heads, query.device, backward_kernels
     blocks, spans, sequences = table.blocks.shape[0], table.spans.shape[0], table.lengths.shape[0]
     plain = {"memory_format": torch.contiguous_format}
-    grads = tuple(torch.empty_like(x, **plain) for x in (query, key, value))
+    grads = [torch.empty_like(x, **plain) for x in (query, key)]
     first = torch.zeros(sequences, heads, shape.rows, shape.V, device=device) if initial is not None else None
     pushed = torch.zeros(sequences, heads, shape.D, device=device) if initial is not None else None
     grad_theta = None if theta is None else torch.zeros_like(theta)
     if not blocks or not heads:
         if final is not None and first is not None:
             first, pushed = final.grad_kv.clone(), -final.grad_sum
-        return (*grads, grad_theta, None if pushed is None else -pushed, first)
+        return (*grads, torch.empty_like(value, **plain), grad_theta, None if pushed is None else -pushed, first)
     asked = torch.empty_like(found.kv)
     own, pressure = torch.empty_like(found.mass), torch.empty_like(found.mass)
     torque = moved = None
@@ -351,10 +369,10 @@ def backward(
         del held
     launch(kernels.scan_pressure, (sequences, heads, parts(shape.D, LANES)))(
         table.block_ranges, found.enter, found.leave, own, pressure, last_pressure, pushed, heads,
-        D=shape.D, DP=LANES, ROWS=16, FINAL=final is not None, INITIAL=pushed is not None,
-        num_warps=1,
+        D=shape.D, DP=LANES, FINAL=final is not None, INITIAL=pushed is not None, **shape.rows_at_once(table),
     )  # fmt: skip
     del own
+    grads.append(torch.empty_like(value, **plain))  # no sooner: spans held states meanwhile
     for grid, count in shape.grids(table):
         launch(kernels.key_grads, grid)(
             query, key, value, grad, grads[1], x, later, table.blocks, found.cos, found.sin, asked, found.enter,

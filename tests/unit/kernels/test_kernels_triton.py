@@ -19,7 +19,7 @@ from lightnet_kernels import triton_tables
 from tests.gpu import test_scan as on_card
 
 from . import triton_table as table
-from .kernel_oracle import make
+from .kernel_oracle import make, relative
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INSIDE, reason="run by test_table_under_the_interpreter")
@@ -113,6 +113,22 @@ def test_gradients_of_states_over_spans(monkeypatch):
     monkeypatch.setattr(on_card, "DEVICE", "cpu")
     monkeypatch.setattr(triton_tables, "PROGRAMS", 10**6)  # spans as short as can be
     on_card.state_case(torch.float32, True, width=24, cuts=[1100])
+
+
+@inside
+@pytest.mark.parametrize("theta", [True, False])
+def test_spans(theta, monkeypatch):
+    """States that a span finds are added to its blocks'; the first span's, too, where the sequence goes on from a state."""
+    monkeypatch.setattr(triton_tables, "PROGRAMS", 10**6)
+    inputs = make(1, 600, 1, 24, 20, theta=theta)
+    table.check(inputs, torch.float32, "cpu")
+    angles = inputs.pop("theta").float() if theta else None
+    one, two = ({name: x[:, part].float() for name, x in inputs.items()} for part in (slice(70), slice(70, None)))
+    _, state = additive_scan(**one, theta=angles, return_state=True, backend="triton")
+    later = additive_scan(**two, theta=angles, initial_state=state, backend="triton")
+    exact = {name: x.double() for name, x in inputs.items()}
+    wanted = additive_scan(**exact, theta=angles if angles is None else angles.double(), backend="torch")
+    assert relative(later, wanted[:, 70:]) < 1e-5
 
 
 @inside
