@@ -13,6 +13,7 @@ VERBS = {
     "prep": "Turn text into token shards, with a tokenizer, a manifest and a held-out split.",
     "data": "Verify and inspect prepared data; shards of images and latents.",
     "train": "Train a model from a configuration or preset, in parallel, resumably.",
+    "plan": "Say whether a run fits, how long it takes and what it costs, on cards you need not have.",
     "launch": "Write ready files for Slurm, Kubernetes, torchrun or the deepspeed launcher.",
     "convert": "Convert weights to and from Hugging Face folders, and average checkpoints.",
     "eval": "Measure a checkpoint on held-out text: nats, bits per byte, perplexity.",

@@ -1,0 +1,89 @@
+"""``lightnet plan``: whether a run fits, how long it takes, and in which layout."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from ..config import load_config
+from ..errors import UserError
+
+
+@click.command()
+@click.argument("config", required=False)
+@click.argument("overrides", nargs=-1)
+@click.option("--gpus", type=click.IntRange(min=1), help="Cards. [default: launch.nodes x launch.gpus_per_node]")
+@click.option(
+    "--gpu",
+    "card",
+    help="Kind of card, such as h100, h200, a100-80, a100-40. [default: h100, or the figures' only one]",
+)
+@click.option("--price", type=click.FloatRange(min=0), help="Of a card and hour; adds the cost of the whole budget.")
+@click.option("--all", "every_row", is_flag=True, help="List every legal layout, those that do not fit among them.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw scaling to 4,096 cards into a .png or .svg file.")
+@click.option(
+    "--figures", type=click.Path(path_type=Path), help="File written by --calibrate, in place of the shipped figures."
+)
+@click.option("--calibrate", is_flag=True, help="Measure this machine's cards (or processor) and write their figures.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("calibration.json"),
+    show_default=True,
+    help="With --calibrate: the file to write.",
+)
+def plan(
+    config: str | None,
+    overrides: tuple[str, ...],
+    gpus: int | None,
+    card: str | None,
+    price: float | None,
+    every_row: bool,
+    as_json: bool,
+    plot: Path | None,
+    figures: Path | None,
+    calibrate: bool,
+    output: Path,
+) -> None:
+    """Plan CONFIG (a YAML file or a preset's name) with key=value overrides: memory, step time, layout. No GPU is needed."""
+    if calibrate:
+        _calibrate(config, gpus, output)
+        return
+    if config is None:
+        raise UserError("lightnet plan needs a CONFIG, such as pile_1b, or --calibrate")
+    from ..plan import hardware, planner, report, scaling
+
+    if plot is not None:
+        scaling.check_output(plot)
+    names = hardware.cards(figures)
+    loaded = load_config(config, overrides)
+    chosen = hardware.load_hardware(card or (names[0] if len(names) == 1 else "h100"), figures)
+    world = gpus or loaded.launch.nodes * loaded.launch.gpus_per_node
+    found = planner.plan(loaded, world, chosen)
+    points = scaling.scaling(loaded, world, chosen) if plot is not None else None
+    if plot is not None and points is not None:
+        title = f"{loaded.train.name} on {chosen.card}, predicted"
+        scaling.draw(points, title, plot)
+    if as_json:
+        answer = report.as_dict(found, price)
+        if points is not None:
+            answer["scaling"] = {same: [asdict(point) for point in series] for same, series in points.items()}
+        click.echo(json.dumps(answer, indent=2))
+        return
+    for line in report.lines(found, price, every_row):
+        click.echo(line)
+    if plot is not None:
+        click.echo(f"scaling: {plot}")
+
+
+def _calibrate(config: str | None, gpus: int | None, output: Path) -> None:
+    from ..plan.calibrate import calibrate
+
+    if config is not None:
+        raise UserError(f"--calibrate measures this machine and takes no CONFIG; leave '{config}' out")
+    for line in calibrate(output, gpus):
+        click.echo(line)

@@ -1,0 +1,6 @@
+"""What a run needs and how long it takes, before it is run: `lightnet plan`."""
+
+from .hardware import Hardware, load_hardware
+from .planner import Plan, Row, plan
+
+__all__ = ["Hardware", "Plan", "Row", "load_hardware", "plan"]

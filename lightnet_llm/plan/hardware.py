@@ -1,0 +1,165 @@
+"""What a card and its links do: shipped measurements, or those of `lightnet plan --calibrate`.
+
+One JSON file, cards by name. Each figure has value, unit, source, card, date, and whether it is assumed. A card that is `like`
+another takes that one's figures, scaled by peak rate (products) or by copy rate (what reads and writes memory).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError, nearest
+from ..training.metrics import PEAK_FLOPS
+
+SHIPPED = Path(__file__).parent / "measurements.json"
+FORMAT = 1
+BY_PEAK = ("gemm_flop_s", "loss_flop_s")
+BY_COPY = ("scan_lrpe_s", "scan_s", "scan_torch_s", "norm_s", "gated_norm_s", "swiglu_s", "toeplitz_s")
+FIGURES = (
+    *BY_PEAK, *BY_COPY, "memory_bytes", "context_bytes", "fragmentation", "copy_bytes_s", "host_block_s", "host_step_s",
+    "per_node", "nvlink_bytes_s", "nvlink_latency_s", "infiniband_bytes_s", "infiniband_latency_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between the ranks of a group. Bytes a rank sends per second, and seconds of one step of a collective."""
+
+    name: str
+    bytes_s: float
+    latency_s: float
+
+
+class Hardware:
+    """One card. Figures are attributes, in SI units, by the names of :data:`FIGURES`.
+
+    Args:
+        key: as on the command line.
+        card: the card's name.
+        peak_flop_s: dense bf16, of the data sheet.
+        figures: see the module.
+    """
+
+    memory_bytes: int
+    context_bytes: int
+    fragmentation: float
+    copy_bytes_s: float
+    loss_flop_s: float
+    scan_lrpe_s: float
+    scan_s: float
+    scan_torch_s: float
+    norm_s: float
+    gated_norm_s: float
+    swiglu_s: float
+    toeplitz_s: float
+    host_block_s: float
+    host_step_s: float
+    per_node: int
+
+    def __init__(self, key: str, card: str, peak_flop_s: float, figures: dict[str, dict[str, Any]]):
+        self.key, self.card, self.peak_flop_s, self.figures = key, card, peak_flop_s, figures
+        for name, figure in figures.items():
+            if name != "gemm_flop_s" and not name.startswith(("nvlink", "infiniband")):
+                setattr(self, name, figure["value"])
+
+    @cached_property
+    def nvlink(self) -> Link:
+        """Inside a host."""
+        return Link("NVLink", self.figures["nvlink_bytes_s"]["value"], self.figures["nvlink_latency_s"]["value"])
+
+    @cached_property
+    def infiniband(self) -> Link:
+        """Between hosts."""
+        return Link(
+            "InfiniBand", self.figures["infiniband_bytes_s"]["value"], self.figures["infiniband_latency_s"]["value"]
+        )
+
+    @cached_property
+    def _rates(self) -> list[tuple[float, float]]:
+        return [(math.log(flop), math.log(rate)) for flop, rate in sorted(self.figures["gemm_flop_s"]["value"])]
+
+    def gemm_flop_s(self, flop: float) -> float:
+        """Rate of a product of so many FLOP: between measured sizes by logarithms, beyond them as at the nearest."""
+        points, at = self._rates, math.log(max(flop, 1.0))
+        if at <= points[0][0]:  # so small that its launch takes the time
+            return math.exp(points[0][1]) * flop / math.exp(points[0][0])
+        for (x0, y0), (x1, y1) in pairwise(points):
+            if at <= x1:
+                return math.exp(y0 + (y1 - y0) * (at - x0) / (x1 - x0))
+        return math.exp(points[-1][1])
+
+    @property
+    def assumed(self) -> list[str]:
+        """Names of figures that nobody measured on this card."""
+        return [name for name, figure in self.figures.items() if figure["assumed"]]
+
+
+def cards(path: Path | None = None) -> list[str]:
+    """Names that ``--gpu`` takes."""
+    return list(_read(path or SHIPPED))
+
+
+def load_hardware(name: str, path: Path | None = None) -> Hardware:
+    """The card of this name, from a calibration's file or the shipped one.
+
+    Raises:
+        UserError: no such card, or a file that does not hold one.
+    """
+    found = _read(path or SHIPPED)
+    shipped = _read(SHIPPED)
+    if name not in found:
+        hint = nearest(name, list(found))
+        raise UserError(f"--gpu {name}: no figures{hint}; there are {', '.join(found)}; others by --calibrate")
+    try:
+        return _hardware(name, found, shipped)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{path or SHIPPED}: card '{name}' is not as --calibrate writes it ({error})") from None
+
+
+def _hardware(name: str, found: dict[str, Any], shipped: dict[str, Any]) -> Hardware:
+    entry = found[name]
+    own: dict[str, dict[str, Any]] = entry["figures"]
+    peak = float(entry["peak_flop_s"]) if "peak_flop_s" in entry else PEAK_FLOPS[entry["peak"]]
+    figures = dict(own)
+    if "like" in entry:
+        other = _hardware(entry["like"], {**shipped, **found}, shipped)
+        copy = own["copy_bytes_s"]["value"] / other.copy_bytes_s if "copy_bytes_s" in own else 1.0
+        for key, figure in other.figures.items():
+            figures.setdefault(key, _scaled(key, figure, peak / other.peak_flop_s, copy, other.card))
+    missing = [key for key in FIGURES if key not in figures]
+    if missing:
+        raise KeyError(f"no {missing[0]}")
+    return Hardware(name, entry["card"], peak, figures)
+
+
+def _scaled(key: str, figure: dict[str, Any], peak: float, copy: float, card: str) -> dict[str, Any]:
+    value = figure["value"]
+    if key == "gemm_flop_s":
+        value = [[flop, rate * peak] for flop, rate in value]
+    elif key in BY_PEAK:
+        value = value * peak
+    elif key in BY_COPY:
+        value = value / copy
+    by = "peak" if key in BY_PEAK else "copy rate" if key in BY_COPY else ""
+    source = f"as of {card}" + (f", scaled by {by}" if by else "")
+    return {"value": value, "unit": figure["unit"], "source": source, "card": None, "date": None, "assumed": True}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}); write one with lightnet plan --calibrate"
+        ) from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}); write one with lightnet plan --calibrate") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("cards"), dict):
+        raise UserError(f"{path}: not a file of lightnet plan --calibrate (format {FORMAT}); write one with it")
+    return data["cards"]

@@ -1,0 +1,267 @@
+"""Device memory of a rank by kind, for any layout, without any ranks.
+
+A training step has five places where memory can be at its peak: the loss, the backward pass of the last block and that of the
+first, the reduction of gradients, and the update. What lasts (weights, gradients, optimiser) comes from
+:mod:`lightnet_llm.parallel.holdings`; what passes follows DeepSpeed's engines as this project sets them up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import torch
+
+from ..config.deepspeed import deepspeed_config, effective_zero_stage
+from ..config.run import RunConfig
+from ..models import CausalLM, count_parameters
+from ..parallel import stages
+from ..parallel.holdings import Holding, stage_holdings
+from ..parallel.layout import Layout
+from ..parallel.legality import Choice
+from . import activations
+from .activations import Kept, Work
+from .hardware import Hardware
+
+CONCATENATED = (
+    500_000_000  # elements up to which DeepSpeed's BF16 optimiser joins groups of gradients for one reduction
+)
+LIVE = 1_000_000_000  # parameters that ZeRO-3 keeps gathered, DeepSpeed's default
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at its peak, by kind.
+
+    Attributes:
+        gradients: accumulated ones, and those of the backward pass in the parameters' own dtype while both exist.
+        activations, states: kept for the backward pass, of all micro-batches under way.
+        loss: logits of a chunk and gradients made with them.
+        passing: intermediate values of the backward pass.
+        communication: buckets, payloads of pipeline stages, gathered parameters.
+        reserve: the CUDA context with its libraries, and what the allocator cannot use.
+        peak: where in the step.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    states: int
+    loss: int
+    passing: int
+    communication: int
+    reserve: int
+    peak: str
+
+    @property
+    def total(self) -> int:
+        """All kinds."""
+        return sum(self.kinds().values())
+
+    @property
+    def allocated(self) -> int:
+        """What ``torch.cuda.max_memory_allocated`` sees."""
+        return self.total - self.reserve
+
+    def kinds(self) -> dict[str, int]:
+        """Bytes by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "peak"}
+
+    def largest(self) -> str:
+        """The kind with most bytes, reserve aside."""
+        kinds = {kind: size for kind, size in self.kinds().items() if kind != "reserve"}
+        return max(kinds, key=lambda kind: kinds[kind])
+
+
+class Sizes:
+    """Bytes of a micro-batch, see :mod:`.activations`; layouts that cut the work alike share one."""
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.block, self.again = activations.block(work), activations.recomputed(work)
+        self.embedding, self.head = activations.embedding(work), activations.head(work)
+        self.loss, self.passing = activations.loss_peak(work), activations.backward_peak(work)
+
+
+class Part:
+    """One pipeline stage of one layout, whatever the micro-batch: what every rank of it holds and does.
+
+    Args:
+        config: the run; its own layout does not count.
+        held: units of the stage.
+        stage: index of the pipeline stage.
+        data: ranks that read different samples.
+        sizes: by micro-batch, filled when asked for.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        choice: Choice,
+        holding: Holding,
+        held: list[str],
+        stage: int,
+        data: int,
+        sizes: dict[int, Sizes],
+    ):
+        self._sizes = sizes
+        self.choice, self.model, self.stage, self.data = choice, config.model, stage, data
+        self.length = -(-config.data.sequence_length // choice.sequence)
+        self.blocks = [int(unit.split(".")[1]) for unit in held if unit.startswith("layers.")]
+        self.first, self.last = "embedding" in held, "head" in held
+        self.bf16 = config.train.precision == "bf16"
+        self.zero = effective_zero_stage(config)
+        self.ranks = data * choice.sequence
+        self.trained = holding.gradient_bytes // 4  # of one rank without cutting
+        self.parameters, self.whole_weights = holding.parameters, holding.weight_bytes
+        self.weights = -(-holding.weight_bytes // (self.ranks if self.zero == 3 else 1))
+        self.gradients = -(-holding.gradient_bytes // (self.ranks if self.zero >= 2 else 1))
+        self.optimizer = -(-holding.optimizer_bytes // (self.ranks if self.zero else 1))
+        self.gathers = choice.sequence > 1 and (
+            config.parallel.sequence_exchange == "all_gather"
+            or (config.parallel.sequence_exchange == "auto" and choice.sequence <= 8)
+        )
+        zero = deepspeed_config(config, 1)["zero_optimization"]
+        self.bucket = int(zero.get("reduce_bucket_size", 500_000_000))
+        self.recomputes: dict[int, int] = {
+            every: sum(every > 0 and index % every == 0 for index in self.blocks)
+            for every in (0, 1, config.parallel.recompute_every)
+        }
+
+    def work(self, micro_batch: int) -> Work:
+        """What a rank does of a micro-batch."""
+        return self.sizes(micro_batch).work
+
+    def sizes(self, micro_batch: int) -> Sizes:
+        """Bytes of a micro-batch."""
+        if micro_batch not in self._sizes:
+            self._sizes[micro_batch] = Sizes(self._work(micro_batch))
+        return self._sizes[micro_batch]
+
+    def _work(self, micro_batch: int) -> Work:
+        received = (self.choice.sequence if self.gathers else 2) if self.choice.sequence > 1 else 0
+        shared = self.choice.tensor_sequence_parallel and self.choice.tensor > 1
+        return Work(
+            self.model, micro_batch, self.length, self.choice.tensor, shared, 2 if self.bf16 else 4,
+            received, 4 if self.bf16 and self.zero == 3 else 0,
+        )  # fmt: skip
+
+    def kept(self, micro_batch: int, every: int) -> Kept:
+        """Of one micro-batch on this stage."""
+        sizes, again = self.sizes(micro_batch), self.recomputes[every]
+        total = sizes.block * (len(self.blocks) - again) + sizes.again * again
+        total = total + sizes.embedding if self.first else total
+        return total + sizes.head if self.last else total
+
+    def memory(self, micro_batch: int, every: int, accumulation: int, hardware: Hardware) -> Memory:
+        """At its peak.
+
+        Args:
+            micro_batch: samples.
+            every: ``parallel.recompute_every``.
+            accumulation: micro-batches of a step and data-parallel rank.
+        """
+        sizes = self.sizes(micro_batch)
+        work, block, one = sizes.work, sizes.block, self.kept(micro_batch, every)
+        running = min(accumulation, self.choice.pipeline - self.stage)
+        all_kept, rest = one * running, one * (running - 1)
+        embedding = sizes.embedding if self.first else Kept(0, 0)
+        again = block if self.recomputes[every] else Kept(0, 0)
+        passing = sizes.passing if self.blocks else 0
+        narrow = self.whole_weights if self.bf16 and self.zero < 2 else 0  # gradients in the parameters' dtype
+        vocabulary = work.vocabulary * self.model.width * work.element
+        lasting = self._communication(work)
+        # (place, kept, loss, passing, gradients beside the lasting ones, communication)
+        places = [
+            ("the backward pass of its first block", rest + block + embedding, 0,
+             passing + (vocabulary if self.first else 0), narrow, lasting),
+            ("the reduction of gradients", Kept(0, 0), 0, 0, 0, lasting + self._reduction()),
+            ("the update", Kept(0, 0), 0, 0, 4 * self.trained // self.ranks if self._copies else 0, lasting),
+        ]  # fmt: skip
+        if self.blocks:
+            head = vocabulary if self.last and self.bf16 and self.zero < 3 else 0
+            places.append(("the backward pass of its last block", all_kept + again, 0, passing, head, lasting))
+        if self.last:
+            places.append(("the loss", all_kept, sizes.loss, 0, 0, lasting))
+        where, kept, loss, through, more, sent = max(places, key=lambda p: p[1].total + sum(p[2:]))
+        moving = kept.total + loss + through + more + sent
+        reserve = hardware.context_bytes + int(hardware.fragmentation * moving)
+        return Memory(
+            self.weights, self.gradients + more, self.optimizer, kept.activations, kept.states, loss, through, sent,
+            reserve, where,
+        )  # fmt: skip
+
+    @cached_property
+    def _copies(self) -> bool:
+        """Whether the optimiser copies its part of the gradients: DeepSpeed's ZeRO-1 in fp32, and ZeRO-2."""
+        return self.zero == 2 or (self.zero == 1 and not self.bf16)
+
+    def _communication(self, work: Work) -> int:
+        """Buffers of the whole step."""
+        total = 0
+        if self.choice.pipeline > 1:  # what is being sent, and a gradient that arrived
+            total += 3 * work.residual
+        if self.zero == 2 or (self.zero == 1 and not self.bf16):
+            total += self.bucket * work.element
+        if self.zero == 3:  # parameters gathered in the dtype that is computed in, and the bucket of gradients
+            total += min(self.trained, LIVE) * work.element + self.bucket * work.element
+        return total
+
+    def _reduction(self) -> int:
+        """Copies that ZeRO-1 in bf16 reduces: all groups of gradients joined in float32 where they are few, and in bf16."""
+        if self.zero != 1 or not self.bf16:
+            return 0
+        joined = 4 * self.trained if self.trained <= CONCATENATED else 0
+        return joined + 2 * self.trained
+
+
+class Parts:
+    """Stages of all layouts of a run, each worked out once."""
+
+    def __init__(self, config: RunConfig):
+        self.config = config
+        self._held: dict[tuple[int, int, int], tuple[list[Holding], list[int]]] = {}
+        self._found: dict[tuple[Choice, int], list[Part]] = {}
+        self._sizes: dict[tuple[int, int, bool, bool], dict[int, Sizes]] = {}
+
+    @cached_property
+    def model_parameters(self) -> int:
+        """Exact, of the whole model, padding not counted."""
+        with torch.device("meta"):
+            return count_parameters(CausalLM(self.config.model))
+
+    def of(self, choice: Choice, world: int) -> list[Part]:
+        """One for each pipeline stage."""
+        data = world // choice.model
+        if (choice, data) not in self._found:
+            config = with_choice(self.config, choice)
+            key = choice.tensor, choice.pipeline, effective_zero_stage(config)
+            if key not in self._held:
+                bounds = _bounds(config, choice)
+                layout = Layout(choice.tensor, choice.pipeline, 1, 1)
+                self._held[key] = stage_holdings(config, layout, bounds), bounds
+            holdings, bounds = self._held[key]
+            units = stages.units(config.model)
+            cut = choice.tensor, choice.sequence, choice.tensor_sequence_parallel, choice.zero_stage == 3
+            sizes = self._sizes.setdefault(cut, {})
+            self._found[choice, data] = [
+                Part(config, choice, holding, units[bounds[stage] : bounds[stage + 1]], stage, data, sizes)
+                for stage, holding in enumerate(holdings)
+            ]
+        return self._found[choice, data]
+
+
+def with_choice(config: RunConfig, choice: Choice, **parallel: object) -> RunConfig:
+    """The run in another layout."""
+    update = {**vars(choice), **parallel}
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=update)})
+
+
+def _bounds(config: RunConfig, choice: Choice) -> list[int]:
+    """Of the stages; those by time, which is not known, as if by parameters."""
+    if choice.pipeline == 1:
+        return [0, len(stages.units(config.model))]
+    if config.parallel.pipeline_partition == "uniform":
+        return stages.uniform(config.model, choice.pipeline)
+    return stages.balanced(stages.counts(config.model, choice.tensor), choice.pipeline)

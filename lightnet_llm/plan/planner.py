@@ -1,0 +1,314 @@
+"""Every legal layout of a run on so many cards: does it fit, how long does a step take, and which to choose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from ..config.run import RunConfig
+from ..errors import UserError
+from ..parallel.legality import Choice, choice_of, choices, legal_layout, problem
+from ..training.metrics import flops_per_token
+from .hardware import Hardware
+from .memory import Memory, Part, Parts, with_choice
+from .step_time import StepTime, step_time
+from .traffic import Moved, traffic
+
+GIB = 2**30
+ALIKE = 1.02  # step times that differ by less are taken as equal, and the simpler layout is preferred
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout with the micro-batch and recomputation that make its step shortest, or that come nearest to fitting.
+
+    Attributes:
+        parameters: on each pipeline stage's ranks, padding included.
+        stage: the pipeline stage that needs most memory; ``memory`` is its.
+        largest_micro_batch: by ``parallel.recompute_every``; whatever the batch, and with a full pipeline. 0: none fits.
+        moved: of the stage that sends most.
+        refused: the limit that is passed, None where the layout fits.
+    """
+
+    choice: Choice
+    data: int
+    micro_batch: int
+    recompute_every: int
+    accumulation: int
+    parameters: list[int]
+    stage: int
+    memory: Memory
+    largest_micro_batch: dict[int, int]
+    moved: list[Moved]
+    time: StepTime
+    refused: str | None
+
+    def name(self) -> str:
+        """In words, such as ``tensor 2 x data 4, ZeRO 1``."""
+        sizes = {key: getattr(self.choice, key) for key in ("tensor", "pipeline", "sequence")} | {"data": self.data}
+        axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
+        shared = " with shared tokens" if self.choice.tensor_sequence_parallel and self.choice.tensor > 1 else ""
+        return f"{axes}{shared}, ZeRO {self.choice.zero_stage}"
+
+    def overrides(self) -> str:
+        """As arguments of ``lightnet train``."""
+        fields = {f"parallel.{key}": value for key, value in vars(self.choice).items()}
+        fields |= {"parallel.recompute_every": self.recompute_every, "train.micro_batch": self.micro_batch}
+        return " ".join(f"{key}={str(value).lower()}" for key, value in fields.items())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found for one number of cards.
+
+    Attributes:
+        rows: every legal layout, those that fit first, shortest step first.
+        configured: the configuration's own, with its micro-batch and recomputation; None where it is not legal.
+        problem: why not.
+    """
+
+    config: RunConfig
+    hardware: Hardware
+    world: int
+    model_parameters: int
+    rows: list[Row]
+    configured: Row | None
+    problem: str | None
+
+    @property
+    def fitting(self) -> list[Row]:
+        """Rows that fit."""
+        return [row for row in self.rows if row.refused is None]
+
+    @property
+    def recommended(self) -> Row:
+        """The simplest of the fastest.
+
+        Raises:
+            UserError: none fits; names the limit.
+        """
+        if not self.fitting:
+            raise UserError(self._none_fits())
+        best = self.fitting[0].time.total
+        return min((row for row in self.fitting if row.time.total <= ALIKE * best), key=_simplicity)
+
+    def tokens_per_second(self, row: Row) -> float:
+        """Of the whole run."""
+        return self.config.train.global_batch * self.config.data.sequence_length / row.time.total
+
+    def utilisation(self, row: Row) -> float:
+        """Model FLOP over the data sheet's, 0 to 1."""
+        flops = flops_per_token(self.config.model, self.model_parameters) * self.tokens_per_second(row)
+        return flops / (self.world * self.hardware.peak_flop_s)
+
+    @property
+    def tokens(self) -> int:
+        """Budget of the run; 0 where it has none."""
+        train = self.config.train
+        return train.tokens or (train.steps or 0) * train.global_batch * self.config.data.sequence_length
+
+    def days(self, row: Row) -> float:
+        """To the end of the budget, without saving and validation."""
+        return self.tokens / self.tokens_per_second(row) / 86400
+
+    def reason(self) -> str:
+        """Why the recommended layout, in one sentence."""
+        row = self.recommended
+        others = [other for other in self.fitting if _sizes(other) != _sizes(row)]
+        start = (
+            f"of {len(self.fitting)} layouts that fit ({len(self.rows)} are legal) {row.name()} has the shortest step"
+        )
+        if self.fitting[0] is not row:
+            start = f"{row.name()} is the simplest of those within 2 % of the shortest step ({len(self.fitting)} fit)"
+        if not others:
+            return f"{start}, {row.time.total:.3g} s."
+        other = others[0]
+        more = other.time.total / row.time.total - 1
+        what, seconds = max(_differences(row, other).items(), key=lambda item: item[1], default=("", 0.0))
+        why = f", most of it {what} (+{seconds:.2g} s)" if seconds > 0 and more > 0 else ""
+        return (
+            f"{start}, {row.time.total:.3g} s; {other.name()}, the next in other sizes, takes {100 * more:+.0f} %{why}."
+        )
+
+    def _none_fits(self) -> str:
+        least = min(self.rows, key=lambda row: row.memory.total)
+        text = f"no layout of this run fits {self.world} x {self.hardware.key}: the smallest, {least.name()}, {least.refused}"
+        parts = Parts(self.config)
+        for times in (2, 4, 8, 16, 32, 64):
+            more = find(self.config, self.world * times, self.hardware, parts, lambda choice: choice.sequence == 1)
+            if more is not None and more.fitting:
+                return f"{text}; it fits from --gpus {self.world * times} on, as {more.recommended.name()}"
+        return f"{text}; use a smaller data.sequence_length or a card with more memory"
+
+
+def find(
+    config: RunConfig,
+    world: int,
+    hardware: Hardware,
+    parts: Parts | None = None,
+    wanted: Callable[[Choice], bool] | None = None,
+) -> Plan | None:
+    """The plan on ``world`` cards, or None where no layout is legal.
+
+    Args:
+        parts: of the same model, to share what was worked out for another number of cards.
+        wanted: may leave choices out; largest micro-batches are then left out, too.
+    """
+    parts = parts or Parts(config)
+    rows = [
+        _row(config, parts, choice, micros, world, hardware, largest=wanted is None)
+        for choice, micros in legal_choices(config, world, wanted)
+    ]
+    if not rows:
+        return None
+    rows.sort(
+        key=lambda row: (
+            row.refused is not None, row.time.total if row.refused is None else row.memory.total, _simplicity(row)
+        )
+    )  # fmt: skip
+    own = choice_of(config)
+    wrong = problem(config, own, world)
+    configured = None
+    if wrong is None:
+        micro, every = config.train.micro_batch, config.parallel.recompute_every
+        configured = _row(config, parts, own, [micro], world, hardware, [every])
+    return Plan(config, hardware, world, parts.model_parameters, rows, configured, wrong)
+
+
+def plan(config: RunConfig, world: int, hardware: Hardware) -> Plan:
+    """As :func:`find`.
+
+    Raises:
+        UserError: no layout is legal, or none fits.
+    """
+    if config.model.head not in ("causal_lm", "masked_lm"):
+        raise UserError(
+            f"model.head: {config.model.head}: lightnet plan knows the memory and time of head: causal_lm and masked_lm"
+        )
+    found = find(config, world, hardware)
+    if found is None:
+        legal_layout(config, world)
+        raise AssertionError("a legal layout was not found")
+    _ = found.recommended
+    return found
+
+
+def legal_choices(
+    config: RunConfig, world: int, wanted: Callable[[Choice], bool] | None = None
+) -> Iterator[tuple[Choice, list[int]]]:
+    """Layouts that are legal with some micro-batch, and these micro-batches, ascending.
+
+    Sharing tokens is left out where there is nothing to share.
+    """
+    both = with_choice(config, replace(choice_of(config), tensor_sequence_parallel=True))
+    batches = [config.train.global_batch, *(point.batch for point in config.train.batch_ramp)]
+    common = math.gcd(*batches)
+    trials = {micro: _with_micro(config, micro) for micro in _divisors(common)}
+    for choice in choices(both, world):
+        if choice.tensor == 1 and choice.tensor_sequence_parallel:
+            continue
+        if world % choice.model or common % (world // choice.model) or (wanted is not None and not wanted(choice)):
+            continue
+        micros = [m for m in _divisors(common // (world // choice.model)) if problem(trials[m], choice, world) is None]
+        if micros:
+            yield choice, micros
+
+
+def _with_micro(config: RunConfig, micro_batch: int) -> RunConfig:
+    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": micro_batch})})
+
+
+def _divisors(number: int) -> list[int]:
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
+def _row(
+    config: RunConfig,
+    parts: Parts,
+    choice: Choice,
+    micros: list[int],
+    world: int,
+    hardware: Hardware,
+    recomputes: list[int] | None = None,
+    largest: bool = True,
+) -> Row:
+    """The best way to run one layout."""
+    held, data = parts.of(choice, world), world // choice.model
+    every_way = recomputes if recomputes is not None else sorted({0, 1, config.parallel.recompute_every})
+    best: tuple[tuple[bool, float], int, int, int, Memory, StepTime] | None = None
+    for micro in micros:
+        accumulation = config.train.global_batch // (micro * data)
+        if best is not None and best[0][0]:
+            break  # the smallest does not fit in any way, and more needs more
+        for every in every_way:
+            stage, memory = worst(held, micro, every, accumulation, hardware)
+            over = memory.total > hardware.memory_bytes
+            if over and best is not None and (not best[0][0] or best[0][1] <= memory.total):
+                continue
+            time = step_time(held, micro, every, accumulation, hardware)
+            score = (over, float(memory.total) if over else time.total)
+            if best is None or score < best[0]:
+                best = score, micro, every, stage, memory, time
+    assert best is not None
+    (over, _), micro, every, stage, memory, time = best
+    accumulation = config.train.global_batch // (micro * data)
+    moved = [traffic(part, micro, every, accumulation, hardware) for part in held]
+    refused = None
+    if over:
+        kind = memory.largest()
+        refused = (
+            f"needs {memory.total / GIB:.1f} GiB a card, which has {hardware.memory_bytes / GIB:.1f} GiB, with micro_batch "
+            f"{micro} and recompute_every {every} ({kind} {memory.kinds()[kind] / GIB:.1f} GiB, peak in {memory.peak})"
+        )
+    return Row(
+        choice, data, micro, every, accumulation, [part.parameters for part in held], stage, memory,
+        {every: largest_micro_batch(held, every, hardware) for every in every_way if largest},
+        max(moved, key=lambda stage: sum(one.bytes for one in stage)), time, refused,
+    )  # fmt: skip
+
+
+def worst(held: list[Part], micro_batch: int, every: int, accumulation: int, hardware: Hardware) -> tuple[int, Memory]:
+    """The pipeline stage that needs most, and what it needs."""
+    found = [part.memory(micro_batch, every, accumulation, hardware) for part in held]
+    stage = max(range(len(found)), key=lambda index: found[index].total)
+    return stage, found[stage]
+
+
+def largest_micro_batch(held: list[Part], every: int, hardware: Hardware) -> int:
+    """The largest that fits when the pipeline is full; 0 where not even 1 does."""
+
+    def fits(micro_batch: int) -> bool:
+        return worst(held, micro_batch, every, len(held), hardware)[1].total <= hardware.memory_bytes
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _sizes(row: Row) -> tuple[int, ...]:
+    return row.choice.tensor, row.choice.pipeline, row.choice.sequence, row.data
+
+
+def _simplicity(row: Row) -> tuple[object, ...]:
+    """Fewest axes, no recomputation, ZeRO 1, then the faster; ties by sizes."""
+    axes = sum(size > 1 for size in _sizes(row))
+    stage = row.choice.zero_stage
+    return axes, row.recompute_every > 0, abs(stage - 1), stage, row.choice.tensor_sequence_parallel, row.time.total
+
+
+def _differences(row: Row, other: Row) -> dict[str, float]:
+    """Seconds that another layout's parts take more."""
+
+    def named(one: Row) -> dict[str, float]:
+        return {**one.time.computation(), **{f"{axis} traffic": t for axis, t in one.time.communication.items()}}
+
+    mine, theirs = named(row), named(other)
+    return {key: theirs.get(key, 0.0) - mine.get(key, 0.0) for key in {*mine, *theirs}}

@@ -1,0 +1,161 @@
+"""A plan as text, and as plain values for JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from ..parallel.layout import Layout
+from .planner import GIB, Plan, Row
+
+SHOWN = 12
+GB = 1e9
+
+
+def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
+    """Everything that is known, for programs. Bytes, seconds, days; ``cost`` in the price's currency."""
+    hardware, recommended = plan.hardware, plan.recommended
+    return {
+        "name": plan.config.train.name,
+        "parameters": plan.model_parameters,
+        "precision": plan.config.train.precision,
+        "tokens": plan.tokens,
+        "tokens_per_step": plan.config.train.global_batch * plan.config.data.sequence_length,
+        "gpus": plan.world,
+        "gpu": {
+            "name": hardware.key,
+            "card": hardware.card,
+            "memory_bytes": hardware.memory_bytes,
+            "peak_flop_s": hardware.peak_flop_s,
+            "assumed": hardware.assumed,
+        },
+        "price": price,
+        "layouts": [_row(plan, row, price) for row in plan.rows],
+        "recommended": {
+            **_row(plan, recommended, price),
+            "reason": plan.reason(),
+            "overrides": recommended.overrides().split(),
+        },
+        "configured": _row(plan, plan.configured, price) if plan.configured is not None else {"refused": plan.problem},
+    }
+
+
+def _row(plan: Plan, row: Row, price: float | None) -> dict[str, Any]:
+    choice = row.choice
+    layout = Layout(choice.tensor, choice.pipeline, choice.sequence, row.data)
+    memory = {**row.memory.kinds(), "total": row.memory.total, "stage": row.stage, "peak": row.memory.peak}
+    return {
+        "layout": layout.as_dict(),
+        "zero_stage": choice.zero_stage,
+        "tensor_sequence_parallel": choice.tensor_sequence_parallel,
+        "fits": row.refused is None,
+        "refused": row.refused,
+        "parameters_per_rank": row.parameters,
+        "micro_batch": row.micro_batch,
+        "gradient_accumulation_steps": row.accumulation,
+        "recompute_every": row.recompute_every,
+        "largest_micro_batch": {str(every): largest for every, largest in row.largest_micro_batch.items()},
+        "memory_bytes": memory,
+        "moved_per_step": [asdict(one) for one in row.moved],
+        "step_seconds": {**row.time.computation(), "communication": row.time.communication, "total": row.time.total},
+        "tokens_per_second": plan.tokens_per_second(row),
+        "model_flop_utilisation": plan.utilisation(row),
+        "days": plan.days(row),
+        "cost": cost(plan, row, price),
+    }
+
+
+def cost(plan: Plan, row: Row, price: float | None) -> float | None:
+    """Of all cards to the end of the budget, at a price of a card and hour."""
+    return None if price is None else plan.days(row) * 24 * plan.world * price
+
+
+def lines(plan: Plan, price: float | None = None, every_row: bool = False) -> list[str]:
+    """For people."""
+    hardware, config, best = plan.hardware, plan.config, plan.recommended
+    found = [
+        f"{config.train.name}: {plan.model_parameters:,} parameters, {config.train.precision}, "
+        f"{config.train.global_batch} x {config.data.sequence_length:,} tokens a step, {plan.tokens:,} tokens, on "
+        f"{plan.world} x {hardware.key} ({hardware.card}, {hardware.memory_bytes / GIB:.1f} GiB)",
+        "",
+        *_table(plan, price, every_row),
+        "",
+        f"recommended: {plan.reason()}",
+        f"  lightnet train {config.train.name} {best.overrides()}",
+        f"  memory of a card, {_stage(best)}GiB: {_kinds(best)}, together {best.memory.total / GIB:.1f} of "
+        f"{hardware.memory_bytes / GIB:.1f}; peak in {best.memory.peak}",
+        f"  a step, s: {_times(best)}",
+    ]
+    for one in best.moved:
+        found.append(
+            f"  {one.axis}: {one.bytes / GB:.3g} GB a card and step over {one.link}, {one.calls} messages, {one.seconds:.3g} s"
+        )
+    own = plan.configured
+    if own is None:
+        found.append(f"as configured: refused: {plan.problem}")
+    elif own.refused:
+        found.append(f"as configured ({own.name()}): {own.refused}")
+    else:
+        found.append(
+            f"as configured ({own.name()}, micro_batch {own.micro_batch}, recompute_every {own.recompute_every}): "
+            f"{own.memory.total / GIB:.1f} GiB, {own.time.total:.3g} s a step, {plan.days(own):.3g} days"
+        )
+    if hardware.assumed:
+        found.append(f"assumed, not measured on this card: {', '.join(hardware.assumed)}; lightnet plan --calibrate")
+    return found
+
+
+def _table(plan: Plan, price: float | None, every_row: bool) -> list[str]:
+    head = ["layout", "parameters", "micro (largest)", "recompute", "GiB", "step s", "tokens/s", "MFU", "days"]
+    head += ["cost"] if price is not None else []
+    shown = plan.rows if every_row else plan.fitting[:SHOWN]
+    rows = []
+    for row in shown:
+        total, fits = row.memory.total / GIB, row.refused is None
+        largest = row.largest_micro_batch
+        times = [
+            f"{row.time.total:.3g}", f"{plan.tokens_per_second(row):,.0f}", f"{100 * plan.utilisation(row):.0f} %",
+            f"{plan.days(row):.3g}",
+        ]  # fmt: skip
+        rows.append(
+            [
+                row.name(),
+                f"{max(row.parameters):,}",
+                f"{row.micro_batch} ({largest.get(row.recompute_every, 0)})",
+                str(row.recompute_every),
+                f"{total:.1f}",
+                *(times if fits else ["does not fit", "", "", ""]),
+                *(
+                    [f"{cost(plan, row, price):,.0f}"]
+                    if price is not None and fits
+                    else [""]
+                    if price is not None
+                    else []
+                ),
+            ]
+        )
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    text = [
+        "  ".join(
+            cell.ljust(w) if not i else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in (head, *rows)
+    ]
+    left = len(plan.rows) - len(shown)
+    fitting = len(plan.fitting) - len(shown)
+    if left:
+        text.append(f"{left} more legal layouts ({fitting} of them fit): --all")
+    return [line.rstrip() for line in text]
+
+
+def _stage(row: Row) -> str:
+    return f"pipeline stage {row.stage}, " if row.choice.pipeline > 1 else ""
+
+
+def _kinds(row: Row) -> str:
+    return ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in row.memory.kinds().items() if size)
+
+
+def _times(row: Row) -> str:
+    parts = {**row.time.computation(), **{f"{axis} traffic": t for axis, t in row.time.communication.items()}}
+    return ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds)

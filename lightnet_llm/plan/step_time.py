@@ -1,0 +1,154 @@
+"""Seconds of a training step, from what a card was measured to do.
+
+Device time of a micro-batch is the sum of its products (each at the rate of its size), scans, companions and passes over the
+residual stream; the host needs its own time for every block and the slower of the two counts. Pipeline stages run
+accumulation + stages - 1 rounds of the slowest. Communication is added whole: the engines of this project do not overlap it
+but for the scan's states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from .activations import Work
+from .hardware import Hardware
+from .memory import Part
+from .traffic import Moved, traffic
+
+UPDATE_BYTES = 28 + 12 + 8  # of a parameter's part: AdamW's reads and writes, norm with clipping, zeroing, new weights
+GATHERED_BYTES = 16  # of each parameter: gradients of a micro-batch added in float32, narrow ones zeroed
+PASSES = 12  # over the residual stream in a block: residual sums forward and backward, gradients that are added up
+LANE = 64  # features of a head are padded to a multiple
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step by part, of the slowest pipeline stage.
+
+    Attributes:
+        products, scan, elementwise, loss, recompute: of the device over all micro-batches.
+        waiting: for the host, where it is slower than the device.
+        bubble: of the pipeline.
+        optimizer: update, norm, clipping.
+        communication: by axis.
+    """
+
+    products: float
+    scan: float
+    elementwise: float
+    loss: float
+    recompute: float
+    waiting: float
+    bubble: float
+    optimizer: float
+    communication: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Of the step."""
+        return sum(self.computation().values()) + sum(self.communication.values())
+
+    def computation(self) -> dict[str, float]:
+        """All but communication."""
+        return {key: value for key, value in asdict(self).items() if key != "communication"}
+
+    def largest(self) -> tuple[str, float]:
+        """The part, an axis's communication among them, that costs most beside the products."""
+        parts = {**self.computation(), **{f"{axis} traffic": value for axis, value in self.communication.items()}}
+        parts.pop("products")
+        name = max(parts, key=lambda part: parts[part])
+        return name, parts[name]
+
+
+def products_of_block(work: Work) -> list[tuple[int, int, int]]:
+    """(tokens, in, out) of a block's products, forward."""
+    model, tokens, width = work.model, work.tokens, work.model.width
+    found = [
+        (tokens, width, 3 * work.features), (work.own, width, model.gate_rank), (tokens, model.gate_rank, work.features),
+        (tokens, work.features, width), (tokens, width, work.glu), (tokens, width, work.glu), (tokens, work.glu, width),
+    ]  # fmt: skip
+    if model.decay == "independent":
+        found += [(work.own, width, model.decay_rank), (tokens, model.decay_rank, work.features)]
+    return found
+
+
+def _products(work: Work, hardware: Hardware) -> float:
+    total = 0.0
+    for tokens, width, out in products_of_block(work):
+        flop = 2.0 * tokens * width * out
+        total += flop / hardware.gemm_flop_s(flop)
+    return total * (1.0 if work.element == 2 else 8.0)  # float32 without tensor cores: an eighth of bf16 or less
+
+
+def _scan(work: Work, hardware: Hardware) -> float:
+    model = work.model
+    if model.mixer == "softmax":  # two products over half of all pairs, forward, and 2.5 times that backward
+        flop = 3.5 * 2 * work.tokens * work.length * work.features * (1 if model.causal else 2)
+        return flop / (0.5 * hardware.gemm_flop_s(flop))
+    width = -(-model.head_width // LANE) * LANE if work.fused else model.head_width
+    rate = (hardware.scan_lrpe_s if model.lrpe else hardware.scan_s) if work.fused else hardware.scan_torch_s
+    extra = 2.0 if work.states else 1.0  # sequence parallelism reads keys and values once more each way
+    return rate * work.tokens * work.heads * width * (1.0 + 0.25 * (extra - 1.0))
+
+
+def _elementwise(work: Work, hardware: Hardware) -> float:
+    own, width = work.own, work.model.width
+    norms = 2 * hardware.norm_s * own * width + hardware.gated_norm_s * work.tokens * work.features
+    passes = PASSES * own * width * work.element / hardware.copy_bytes_s
+    dropout = 2 * 24 * own * width / hardware.copy_bytes_s if work.model.dropout else 0.0
+    return norms + hardware.swiglu_s * work.tokens * work.glu + passes + dropout
+
+
+def step_time(parts: list[Part], micro_batch: int, every: int, accumulation: int, hardware: Hardware) -> StepTime:
+    """Of all stages of a layout together."""
+    slowest = max((_Stage(part, micro_batch, every, hardware) for part in parts), key=lambda stage: stage.seconds)
+    moved = [traffic(part, micro_batch, every, accumulation, hardware) for part in parts]
+    update = max(_update(part, accumulation, hardware) for part in parts)
+    return StepTime(
+        products=accumulation * slowest.products,
+        scan=accumulation * slowest.scan,
+        elementwise=accumulation * slowest.elementwise,
+        loss=accumulation * slowest.loss,
+        recompute=accumulation * slowest.recompute,
+        waiting=accumulation * slowest.waiting,
+        bubble=(len(parts) - 1) * slowest.seconds,
+        optimizer=max(update, hardware.host_step_s),
+        communication=communication(moved),
+    )
+
+
+def communication(moved: list[list[Moved]]) -> dict[str, float]:
+    """Seconds by axis, of the stage that has most."""
+    found: dict[str, float] = {}
+    for stage in moved:
+        for one in stage:
+            found[one.axis] = max(found.get(one.axis, 0.0), one.seconds)
+    return found
+
+
+class _Stage:
+    """Seconds of one micro-batch, forward and backward, on one stage."""
+
+    def __init__(self, part: Part, micro_batch: int, every: int, hardware: Hardware):
+        work, blocks, again = part.work(micro_batch), len(part.blocks), part.recomputes[every]
+        products, scan, elementwise = _products(work, hardware), _scan(work, hardware), _elementwise(work, hardware)
+        self.products, self.scan, self.elementwise = 3 * blocks * products, blocks * scan, blocks * elementwise
+        self.recompute = again * (products + 0.3 * scan + 0.35 * elementwise)
+        if part.first and part.model.tpe:
+            mirrored = 1 if part.model.causal else 2
+            share = part.model.tpe_rank / 64
+            self.elementwise += mirrored * share * hardware.toeplitz_s * work.tokens * part.model.width
+        self.loss = 0.0
+        if part.last:
+            flop = 6.0 * work.tokens * part.model.width * work.vocabulary
+            self.loss = flop / hardware.loss_flop_s * (1.0 if work.element == 2 else 8.0)
+        device = self.products + self.scan + self.elementwise + self.loss + self.recompute
+        host = hardware.host_block_s * (blocks + 0.4 * again)
+        self.waiting = max(0.0, host - device)
+        self.seconds = device + self.waiting
+
+
+def _update(part: Part, accumulation: int, hardware: Hardware) -> float:
+    """Of the optimiser, and of adding up gradients."""
+    own = part.trained / (part.ranks if part.zero else 1)
+    return (UPDATE_BYTES * own + GATHERED_BYTES * accumulation * part.trained) / hardware.copy_bytes_s
