@@ -17,6 +17,10 @@ class AugmentationConfig(Section):
         default=0.875, gt=0, le=1, description="Of the shorter side, how much a middle crop (validation) keeps."
     )
     flip: float = Field(default=0.5, ge=0, le=1, description="Chance that an image is mirrored.")
+    randaugment: float = Field(
+        default=0.0, ge=0, le=10, description="Magnitude of RandAugment's two operations; 0: none."
+    )
+    erasing: float = Field(default=0.0, ge=0, le=1, description="Chance that a box of the image becomes noise.")
     mixup: float = Field(default=0.0, ge=0, le=1, description="Alpha of mixup's Beta distribution; 0: no mixup.")
     cutmix: float = Field(default=0.0, ge=0, le=1, description="Alpha of CutMix's Beta distribution; 0: no CutMix.")
     mix_chance: float = Field(default=1.0, ge=0, le=1, description="Chance that a sample is mixed with another one.")

@@ -8,6 +8,7 @@ from typing import Any
 from lightnet_data import sample_shards
 from lightnet_data.image_dataset import ImageSamples, LatentSamples
 from lightnet_data.image_transforms import CenterCrop, Chain, HorizontalFlip, RandomResizedCrop, Transform
+from lightnet_data.rand_augment import Erase, RandAugment
 
 from ..config.model import ImageConfig
 from ..config.run import RunConfig
@@ -29,12 +30,13 @@ def folder_of(config: RunConfig) -> str:
     Raises:
         UserError: it is not set, or not a folder.
     """
+    made = "`lightnet data images SRC --output DIR`"
+    if config.model.head == "denoiser":
+        made += ", or from it `lightnet data latents`"
     if config.data.path is None:
-        raise UserError("data.path is not set; name a folder written by `lightnet data images SRC --output DIR`")
+        raise UserError(f"data.path is not set; name a folder written by {made}")
     if not Path(config.data.path).is_dir():
-        raise UserError(
-            f"data.path {config.data.path}: no such folder; write it with `lightnet data images SRC --output DIR`"
-        )
+        raise UserError(f"data.path {config.data.path}: no such folder; write it with {made}")
     return config.data.path
 
 
@@ -83,6 +85,8 @@ def open_split(folder: str, split: str, config: RunConfig, training: bool) -> Im
         if given.crop_scale is not None:
             steps = [RandomResizedCrop(image.size, given.crop_scale, given.crop_ratio)]
         steps.append(HorizontalFlip(given.flip))
+        steps += [RandAugment(given.randaugment)] if given.randaugment else []
+        steps += [Erase(given.erasing)] if given.erasing else []
     return ImageSamples(folder, split, Chain(steps), config.train.seed, training)
 
 

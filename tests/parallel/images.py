@@ -41,7 +41,8 @@ def write_classifier(folder: Path) -> Path:
         f"""
 model: {{head: classifier, {MODEL}, drop_path: 0.1, image: {{size: [16, 12], patch: 4, classes: {CLASSES}}}}}
 data: {{path: {folder / "images"}}}
-augmentation: {{crop_scale: [0.5, 1.0], mixup: 0.8, cutmix: 1.0, label_smoothing: 0.1, mix_chance: 0.7}}
+augmentation: {{crop_scale: [0.5, 1.0], mixup: 0.8, cutmix: 1.0, label_smoothing: 0.1, mix_chance: 0.7,
+  randaugment: 7, erasing: 0.3}}
 {COMMON}"""
     )
     return config
