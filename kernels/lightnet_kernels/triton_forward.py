@@ -318,10 +318,10 @@ def add_spans(
         if place == 0:  # finds nothing
             return
     SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
-    if place > 0:
-        unit = load_vector(leave_ptr + ((block - 1) * H + head) * D, row, D, BD)
-    else:
-        unit = load_vector(max0_ptr + (sequence * H + head) * D, row, D, BD)
+    unit = load_vector(leave_ptr + (tl.maximum(block - 1, 0) * H + head) * D, row, D, BD)
+    if INITIAL:  # noqa: SIM102
+        if place == 0:
+            unit = load_vector(max0_ptr + (sequence * H + head) * D, row, D, BD)
     source = from_ptr + (span * H + head) * SIZE
     real = load_matrix(source, row, vcol, D, V, BD, VP)
     count = tl.cdiv(length, BT)
