@@ -22,7 +22,7 @@ from lightnet_data.sources import Source, Sources
 
 PART_BYTES = 1 << 26
 FILE_NAME = "plan.pickle"
-PartStamps = list[tuple[int, str]]
+UNSTAMPED = (0, "")  # of a file that could not be looked at, or whose server tells neither size nor tag
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Plan:
         try:
             now = source.stamp()
         except OSError:
-            now = (0, "")
+            now = UNSTAMPED
         if now != self.stamps[source.name]:
             raise DataError(f"{source.name}: the file changed while it was being read; run lightnet prep again")
 
@@ -75,7 +75,7 @@ def cut(sources: Sources, inputs: Sequence[str], request: dict[str, Any]) -> Pla
         try:
             stamp = source.stamp()
         except OSError:  # met again, and reported, when it is read
-            stamp = (0, "")
+            stamp = UNSTAMPED
         plan.stamps[source.name] = stamp
         if size + stamp[0] > PART_BYTES and group:
             plan.spans.append(group)

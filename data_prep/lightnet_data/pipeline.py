@@ -75,7 +75,8 @@ class Reader(PipelineStep):
         plan = parts.load(self.folder)
         for span in plan.spans[rank]:
             source, digest, documents = span.source, reading.file_hash(), 0
-            if plan.stamps[source.name][1]:
+            stamped = plan.stamps[source.name] != parts.UNSTAMPED
+            if stamped:
                 plan.check(source)
             for item in reading.read(span, self.options, digest):
                 if isinstance(item, reading.Problem):
@@ -86,7 +87,7 @@ class Reader(PipelineStep):
                 documents += 1
                 facts = {"field": item.field, "subset": item.subset, "part": rank}
                 yield Document(item.text, item.place, metadata=facts)
-            if plan.stamps[source.name][1]:
+            if stamped:
                 plan.check(source)
             if documents:
                 self.report.given.add(source.argument)

@@ -1,15 +1,20 @@
 """Files by URL through fsspec: whole or in ranges, asked for again when a request fails."""
 
+import errno
+import io
 import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightnet_data.errors import DataError
 
 PAUSES = [1.0, 4.0, 15.0]  # seconds before a request that failed is made again
+# Errors that no second request mends; a package that is missing, a location that is none, no right to read.
+_LASTING = (ImportError, ValueError, PermissionError, FileNotFoundError)
+T = TypeVar("T")
 
 
 def is_url(location: str | Path) -> bool:
@@ -26,6 +31,84 @@ def read(url: str) -> bytes:
     """
     folder, _, name = url.rpartition("/")
     return Folder(folder).read([name])[0]
+
+
+def patiently(request: Callable[[], T]) -> T:
+    """What a request gives, made again after each of ``PAUSES`` while it fails.
+
+    Raises:
+        OSError: it fails to the end. Each remote file system has errors of its own; this one is what files raise.
+    """
+    for pause in (*PAUSES, None):
+        try:
+            return request()
+        except Exception as error:
+            if isinstance(error, OSError) and isinstance(error, _LASTING):
+                raise
+            if pause is None or isinstance(error, _LASTING):
+                raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from None
+            time.sleep(pause)
+    raise AssertionError
+
+
+class File(io.RawIOBase):
+    """A file of an fsspec file system, in order or with seeks; a read that fails is made again from where it stands.
+
+    Raises:
+        OSError: it cannot be opened or read.
+    """
+
+    def __init__(self, system: Any, path: str) -> None:
+        super().__init__()
+        self._system, self._path, self._place = system, path, 0
+        self._file: Any = None
+        patiently(self._open)
+
+    def _open(self) -> None:
+        self._file = self._system.open(self._path, "rb")
+        if self._place:
+            self._file.seek(self._place)
+
+    def readinto(self, buffer: Any) -> int:
+        """As of any file."""
+
+        def read() -> bytes:
+            if self._file is None:
+                self._open()
+            try:
+                data: bytes = self._file.read(len(buffer))
+                return data
+            except Exception:
+                self._file = None
+                raise
+
+        data = patiently(read)
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As of any file."""
+        self._place = patiently(lambda: int(self._file.seek(offset, whence)))
+        return self._place
+
+    def close(self) -> None:
+        """As of any file."""
+        if self._file is not None and not self.closed:
+            self._file.close()
+        super().close()
+
+    def tell(self) -> int:
+        """As of any file."""
+        return self._place
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Whether the file system can."""
+        return bool(self._file.seekable())
 
 
 class Folder:
@@ -97,7 +180,7 @@ class Folder:
                     found[place] = item
             if not failed:
                 return [found[place] for place in range(len(files))]
-            lasting = isinstance(failed[0][1], (ImportError, ValueError, PermissionError))
+            lasting = isinstance(failed[0][1], _LASTING)
             if pause is None or lasting or not is_url(self.location):
                 break
             time.sleep(pause)

@@ -1,6 +1,7 @@
 """From the INPUT arguments of ``lightnet prep`` to the list of files it reads."""
 
 import glob
+import io
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lightnet_data import remote
 from lightnet_data.errors import DataError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
@@ -57,9 +59,7 @@ class Source:
         """The file's bytes."""
         if self.url is None:
             return self.path.open("rb")
-        system, path = _remote(self.url)
-        file: BinaryIO = system.open(path, "rb")
-        return file
+        return io.BufferedReader(remote.File(*_remote(self.url)), 1 << 20)
 
     def stamp(self) -> tuple[int, str]:
         """Size in bytes, and what changes with the contents (time of change, or a store's own tag).
@@ -71,7 +71,7 @@ class Source:
             status = self.path.stat()
             return status.st_size, f"{status.st_mtime_ns}"
         system, path = _remote(self.url)
-        facts: dict[str, Any] = system.info(path)
+        facts: dict[str, Any] = remote.patiently(lambda: system.info(path))
         tag = next(
             (facts[key] for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created") if key in facts), ""
         )
@@ -149,16 +149,12 @@ def classify(
 
 def _find_remote(url: str, argument: int, read_as: str | None, seen: set[str], found: Sources) -> list[Source]:
     system, path = _remote(url)
-    searched = False
+    pattern = glob.has_magic(path)
     try:
-        if glob.has_magic(path):
-            paths = sorted(match for match in system.glob(path) if not system.isdir(match))
-        elif searched := system.isdir(path):
-            paths = sorted(match for match in system.find(path) if _file_reason(Path(match).name) is None)
-        else:
-            paths = [path] if system.exists(path) else []
+        searched = not pattern and bool(remote.patiently(lambda: system.isdir(path)))
+        paths = remote.patiently(lambda: _list_remote(system, path, pattern, searched))
     except OSError as error:
-        raise DataError(f"{url}: cannot be reached ({error})") from None
+        raise DataError(f"{url}: cannot be reached ({error.strerror or error})") from None
     if not paths:
         raise DataError(f"{url}: no such file, or a pattern or folder without one")
     files = []
@@ -170,6 +166,14 @@ def _find_remote(url: str, argument: int, read_as: str | None, seen: set[str], f
         seen.add(name)
         files.append(classify(Path(match), argument, read_as, searched, name))
     return files
+
+
+def _list_remote(system: Any, path: str, pattern: bool, searched: bool) -> list[str]:
+    if pattern:
+        return sorted(match for match in system.glob(path) if not system.isdir(match))
+    if searched:
+        return sorted(match for match in system.find(path) if _file_reason(Path(match).name) is None)
+    return [path] if system.exists(path) else []
 
 
 def _matches(given: str) -> list[Path]:
