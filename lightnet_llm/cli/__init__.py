@@ -18,6 +18,7 @@ VERBS = {
     "convert": "Convert weights to and from Hugging Face folders, and average checkpoints.",
     "eval": "Measure a checkpoint on held-out text: nats, bits per byte, perplexity.",
     "generate": "Continue a prompt from a checkpoint.",
+    "sample": "Draw images from a diffusion model's checkpoint.",
     "report": "Draw a run's losses, rates and throughput into one HTML page.",
     "doctor": "Check versions, devices, kernels and what each extra lacks.",
 }

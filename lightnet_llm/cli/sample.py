@@ -1,0 +1,146 @@
+"""``lightnet sample``: draw a grid of images from a denoiser's checkpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import UserError
+
+
+@click.command()
+@click.argument("checkpoint", metavar="CHECKPOINT")
+@click.option("--output", metavar="FILE", default="samples.png", show_default=True, help="The grid, a row a class.")
+@click.option("--npz", metavar="FILE", help="Also every image: uint8 [N, H, W, 3] `images` and int64 `labels`.")
+@click.option("--classes", metavar="LIST", help="Names or numbers with commas, or none. [default: the first ten]")
+@click.option("--per-class", type=click.IntRange(min=1), default=8, show_default=True, help="Images of each class.")
+@click.option("--sampler", type=click.Choice(["ddpm", "ddim"]), default="ddpm", show_default=True)
+@click.option("--steps", type=int, help="Passes of the model. [default: 250 for ddpm, 50 for ddim]")
+@click.option("--guidance", type=float, default=1.0, show_default=True, help="1 is none; 4 is usual for pictures.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same images.")
+@click.option("--size", metavar="HxW", help="Pixels (of latents) instead of those trained on, in whole patches.")
+@click.option("--vae", metavar="DIR", help="AutoencoderKL that decodes latents.")
+@click.option("--weights", type=click.Choice(["trained", "ema"]), help="[default: ema where the run keeps one]")
+@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Changes no image.")
+@click.option("--device", help="cpu, cuda, cuda:1 ... [default: the first GPU]")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="[default: as trained; fp32 on the CPU]")
+@click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
+def sample(
+    checkpoint: str,
+    output: str,
+    npz: str | None,
+    classes: str | None,
+    per_class: int,
+    sampler: str,
+    steps: int | None,
+    guidance: float,
+    seed: int,
+    size: str | None,
+    vae: str | None,
+    weights: str | None,
+    batch_size: int,
+    device: str | None,
+    dtype: str | None,
+    as_json: bool,
+) -> None:
+    """Draw images from CHECKPOINT (a run folder or a step's folder of head: denoiser).
+
+    Under torchrun every rank draws its share, on a GPU of its own where there are as many; the images are the same.
+    """
+    import numpy as np
+    from PIL import Image
+    from tqdm import tqdm
+
+    from ..inference import images
+
+    place = _Place()
+    for path in (output, npz):
+        _writable(path)
+    loaded = images.load_denoiser(checkpoint, device or place.device, dtype, weights)
+    image = loaded.config.model.image
+    assert image is not None
+    latent = bool(loaded.latents) or image.channels != 3
+    if latent and vae is None:
+        raise UserError(
+            f"{checkpoint}: draws latents; name the folder of the AutoencoderKL they were made with: --vae DIR"
+        )
+    default = [str(number) for number in range(min(10, image.classes))]
+    numbers = images.class_numbers(classes.split(",") if classes else default, loaded)
+    steps = steps or (250 if sampler == "ddpm" else 50)
+    how = images.Sampler(sampler, steps, guidance, seed, clip=not latent)
+    how.scheduler()
+    wanted = [(label, number) for label in numbers for number in range(per_class)]
+    mine = wanted[place.rank :: place.size]
+    with tqdm(
+        total=steps * len(mine), file=sys.stderr, leave=False, delay=1, desc="sample", disable=place.rank > 0
+    ) as bar:
+        drawn = images.draw(loaded.model, mine, how, batch_size, _size(size, image.patch), bar.update)
+    if vae is not None and latent and mine:
+        drawn = images.decode(drawn, vae, loaded.latents, loaded.model.head.weight.device)
+    pixels = place.together(images.as_pixels(drawn), len(wanted))
+    if pixels is None:
+        return
+    Image.fromarray(images.grid(pixels, per_class)).save(output, "PNG")
+    if npz is not None:
+        np.savez_compressed(npz, images=pixels, labels=np.array([label for label, _ in wanted]))
+    facts: dict[str, Any] = {"checkpoint": checkpoint, "step": loaded.step, "output": output, "images": len(wanted)}
+    facts |= {"sampler": sampler, "steps": steps, "guidance": guidance, "seed": seed, "classes": numbers}
+    click.echo(
+        json.dumps(facts) if as_json else f"{output}: {len(wanted)} images of step {loaded.step:,}, a row a class"
+    )
+
+
+def _writable(path: str | None) -> None:
+    """Before the work, not after it."""
+    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        raise UserError(f"{path}: cannot be written; name a file in a folder that is there")
+
+
+def _size(given: str | None, patch: int) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    high, _, wide = given.partition("x")
+    if not (high.isdigit() and wide.isdigit()) or int(high) < 1 or int(wide) < 1:
+        raise UserError(f"--size {given}: must be HEIGHTxWIDTH, such as 32x48")
+    if int(high) % patch or int(wide) % patch:
+        raise UserError(f"--size {given}: not made of whole patches of {patch}; use multiples of it")
+    return int(high), int(wide)
+
+
+class _Place:
+    """This process among those of torchrun; alone without it."""
+
+    def __init__(self) -> None:
+        import os
+
+        self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.device: str | None = None
+        if self.size > 1:
+            import torch
+            import torch.distributed as dist
+
+            dist.init_process_group("gloo")  # what travels is finished images
+            local = int(os.environ.get("LOCAL_RANK", "0"))
+            if torch.cuda.device_count() > local:
+                self.device = f"cuda:{local}"
+
+    def together(self, pixels: Any, count: int) -> Any:
+        """All images in order on rank 0, None elsewhere."""
+        if self.size == 1:
+            return pixels
+        import numpy as np
+        import torch.distributed as dist
+
+        parts: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(pixels, parts)
+        dist.destroy_process_group()
+        if parts is None:
+            return None
+        whole = np.empty((count, *pixels.shape[1:]), np.uint8)
+        for rank, part in enumerate(parts):
+            whole[rank :: self.size] = part
+        return whole

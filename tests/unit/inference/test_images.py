@@ -1,0 +1,145 @@
+"""Images drawn from a denoiser: the samplers' process, seeds, batches, guidance, sizes, and the command."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+from lightnet_llm.cli import main
+from lightnet_llm.config import ModelConfig, dump_config, validate
+from lightnet_llm.errors import UserError
+from lightnet_llm.inference.images import Sampler, as_pixels, draw, grid
+from lightnet_llm.models import Denoiser, diffusion, initialize
+from tests.unit.inference.toy import save
+
+MODEL: dict[str, Any] = {"head": "denoiser", "causal": False, "axes": 2, "norm": "layer", "layers": 2, "width": 16}
+MODEL |= {"heads": 2, "glu_width": 16, "gate_rank": 4, "tpe_rank": 4, "tpe_init_length": 4, "initializer_std": 0.2}
+MODEL |= {"image": {"size": [8, 8], "patch": 4, "classes": 5}}
+
+
+@pytest.fixture(scope="module")
+def model() -> Denoiser:
+    model = Denoiser(ModelConfig.model_validate(MODEL))
+    initialize(model, 3)
+    torch.nn.init.normal_(model.head.weight, std=0.2)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["ddpm", "ddim"])
+def test_an_image_is_the_same_in_every_batch_and_order(name: str, model: Denoiser) -> None:
+    sampler, wanted = Sampler(name, 5, guidance=3.0), [(0, 0), (0, 1), (4, 0), (5, 2), (1, 7)]
+    whole = draw(model, wanted, sampler, batch_size=5)
+    assert whole.shape == (5, 3, 8, 8) and torch.isfinite(whole).all()
+    torch.testing.assert_close(draw(model, wanted[::-1], sampler, batch_size=2).flip(0), whole, atol=1e-4, rtol=1e-4)
+    assert torch.equal(draw(model, wanted, sampler, batch_size=5), whole)
+    others = (Sampler(name, 5, 3.0, seed=1), Sampler(name, 5, 1.0), Sampler(name, 8, 3.0))
+    assert all((draw(model, wanted, other, 5) - whole).abs().max() > 1e-2 for other in others)
+    assert (whole[0] - whole[1]).abs().max() > 1e-2
+
+
+class Knows(Denoiser):
+    """Sees what noise was added to an image that is the same for all."""
+
+    answer = torch.linspace(-0.9, 0.9, 3 * 8 * 8).view(3, 8, 8)
+
+    def forward(self, noisy, timesteps, labels, context=None):  # type: ignore[no-untyped-def]
+        kept = diffusion.linear().kept[timesteps].float().view(-1, 1, 1, 1)
+        noise = (noisy - kept.sqrt() * self.answer) / (1 - kept).sqrt()
+        return torch.cat([noise, torch.zeros_like(noise)], 1)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("ddpm", 1000), ("ddpm", 250), ("ddpm", 3), ("ddim", 50), ("ddim", 8)])
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_model_that_knows_the_noise_finds_the_image(name: str, steps: int, clip: bool) -> None:
+    """So the samplers run the process that training adds noise by, from its first step to its last."""
+    model = Knows(ModelConfig.model_validate(MODEL))
+    found = draw(model, [(0, 0), (1, 0)], Sampler(name, steps, clip=clip))
+    assert (found - Knows.answer).abs().max() < 1e-3
+
+
+def test_other_sizes_and_none(model: Denoiser) -> None:
+    assert draw(model, [(0, 0)], Sampler("ddim", 2), size=(12, 4)).shape == (1, 3, 12, 4)
+    assert draw(model, [], Sampler("ddim", 2)).shape == (0, 3, 8, 8)
+
+
+def test_pixels_and_grid() -> None:
+    images = torch.tensor([-1.0, 0.0, 1.0, 7.0]).view(4, 1, 1, 1).expand(4, 3, 2, 3)
+    pixels = as_pixels(images)
+    assert pixels[:, 0, 0, 0].tolist() == [0, 128, 255, 255] and pixels.shape == (4, 2, 3, 3)
+    sheet = grid(pixels, 3, gap=1)
+    assert sheet.shape == (5, 11, 3)
+    assert sheet[0, :, 0].tolist() == [0, 0, 0, 255, 128, 128, 128, 255, 255, 255, 255] and (sheet[2] == 255).all()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [(Sampler("dpm"), "use ddpm or ddim"), (Sampler(steps=1001), "1 to 1000"), (Sampler("ddim", 7), "nearest: 8")],
+)
+def test_samplers_that_are_none(sampler: Sampler, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        sampler.scheduler()
+
+
+@pytest.fixture(scope="module")
+def run(model: Denoiser, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder as far as sampling reads it."""
+    path = tmp_path_factory.mktemp("run")
+    config = validate({"model": MODEL, "train": {"steps": 7, "name": "x", "precision": "fp32"}}, "here")
+    (path / "config.yaml").write_text(dump_config(config))
+    save(model, path, 7)  # type: ignore[arg-type]
+    return path
+
+
+def test_the_command(run: Path, tmp_path: Path) -> None:
+    common = [
+        "sample",
+        str(run),
+        "--sampler",
+        "ddim",
+        "--steps",
+        "4",
+        "--classes",
+        "4,none",
+        "--per-class",
+        "3",
+        "--json",
+    ]
+    for name, size in (("a", "4"), ("b", "1")):
+        files = ["--output", str(tmp_path / f"{name}.png"), "--npz", str(tmp_path / f"{name}.npz")]
+        result = CliRunner().invoke(main, [*common, *files, "--batch-size", size])
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["classes"] == [4, 5] and json.loads(result.stdout)["step"] == 7
+    first, second = (np.load(tmp_path / f"{name}.npz") for name in "ab")
+    assert first["images"].shape == (6, 8, 8, 3) and first["labels"].tolist() == [4, 4, 4, 5, 5, 5]
+    assert np.abs(first["images"].astype(int) - second["images"]).max() <= 1
+    sheet = np.asarray(Image.open(tmp_path / "a.png"))
+    assert sheet.shape == (18, 28, 3) and (sheet[:8, :8] == first["images"][0]).all()
+    assert (sheet[10:, 20:] == first["images"][5]).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--classes", "6"], "class '6' is none of 0 to 4, or none"),
+        (["--classes", "shoe"], "class 'shoe' is none of 0 to 4"),
+        (["--steps", "2000"], "2000 steps: must be from 1 to 1000"),
+        (["--size", "9x8"], "--size 9x8: not made of whole patches of 4"),
+        (["--size", "9"], "must be HEIGHTxWIDTH"),
+        (["--output", "nowhere/x.png"], "nowhere/x.png: cannot be written"),
+        (["--weights", "ema"], "holds no exponential average"),
+    ],
+)
+def test_what_is_refused_in_one_line(arguments: list[str], words: str, run: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["sample", str(run), "--output", str(tmp_path / "x.png"), *arguments])
+    assert result.exit_code == 1 and words in result.stderr and result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["sample", str(tmp_path / "nothing")])
+    assert result.exit_code == 1 and "no such checkpoint" in result.stderr
