@@ -1,7 +1,7 @@
 """Device memory of a rank by kind, for any layout, without any ranks.
 
-A training step has five places where memory can be at its peak: the loss, the backward pass of the last block and that of the
-first, the reduction of gradients, and the update. What lasts (weights, gradients, optimiser) comes from
+A training step has four places where memory can be at its peak: the loss, the backward pass of the last block and that of the
+first, and the reduction of gradients with the update. What lasts (weights, gradients, optimiser) comes from
 :mod:`lightnet_llm.parallel.holdings`; what passes follows DeepSpeed's engines as this project sets them up.
 """
 
@@ -122,6 +122,7 @@ class Part:
             config.parallel.sequence_exchange == "all_gather"
             or (config.parallel.sequence_exchange == "auto" and choice.sequence <= 8)
         )
+        self.in_flight = 2 if config.parallel.sequence_exchange_dtype == "bf16" else 4
         zero = deepspeed_config(config, 1)["zero_optimization"]
         self.bucket = int(zero.get("reduce_bucket_size", 500_000_000))
         self.recomputes: dict[int, int] = {
@@ -176,8 +177,7 @@ class Part:
         places = [
             ("the backward pass of its first block", rest + block + embedding, 0,
              passing + (vocabulary if self.first else 0), narrow, lasting),
-            ("the reduction of gradients", Kept(0, 0), 0, 0, 0, lasting + self._reduction()),
-            ("the update", Kept(0, 0), 0, 0, 4 * self.trained // self.ranks if self._copies else 0, lasting),
+            ("the reduction of gradients", Kept(0, 0), 0, 0, self._part(), lasting + self._reduction()),
         ]  # fmt: skip
         if self.blocks:
             head = vocabulary if self.last and self.bf16 and self.zero < 3 else 0
@@ -192,10 +192,10 @@ class Part:
             reserve, where,
         )  # fmt: skip
 
-    @cached_property
-    def _copies(self) -> bool:
-        """Whether the optimiser copies its part of the gradients: DeepSpeed's ZeRO-1 in fp32, and ZeRO-2."""
-        return self.zero == 2 or (self.zero == 1 and not self.bf16)
+    def _part(self) -> int:
+        """The optimiser's own copy of its part of the gradients: DeepSpeed's ZeRO-1 in fp32, and ZeRO-2."""
+        copies = self.zero == 2 or (self.zero == 1 and not self.bf16)
+        return 4 * self.trained // self.ranks if copies else 0
 
     def _communication(self, work: Work) -> int:
         """Buffers of the whole step."""

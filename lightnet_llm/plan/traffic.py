@@ -92,18 +92,22 @@ def _sequence(part: Part, work: Work, every: int, accumulation: int) -> tuple[in
     ranks, model = part.choice.sequence, part.model
     if ranks == 1:
         return 0, 0
-    width = model.head_width
-    rows = (2 if model.lrpe else 1) * width * width
-    forward, backward = (4 * work.rows * work.heads * (rows + more * width) for more in (2, 1))
-    times = ranks - 1 if part.gathers else 1
-    each = 1 if part.gathers else 4
-    directions = 1 if model.causal else 2
+    width, flying = model.head_width, part.in_flight
+    values = (2 if model.lrpe else 1) * width * width * flying
+    messages = 1 if part.gathers else 4  # states are handed on in so many blocks of heads, each with lengths
+    length = 8 * work.rows * messages
+    forward = work.rows * work.heads * (values + 8 * width) + length  # maxima and normalisers stay in float32
+    backward = work.rows * work.heads * (values + 4 * width)
+    position = work.rows * model.width * model.tpe_rank * flying
     blocks, again = len(part.blocks), part.recomputes[every]
-    sent = times * directions * (blocks * (forward + backward) + again * forward)
-    calls = each * directions * (2 * blocks + again)
+    ahead, back = (blocks + again) * forward, blocks * backward
+    directions = 1 if model.causal else 2
+    calls = directions * (2 * blocks + again)
     if part.first and model.tpe:
-        sent += times * directions * 2 * 4 * work.rows * model.width * model.tpe_rank
-        calls += each * directions * 2
+        ahead, back, calls = ahead + position + length, back + position, calls + 2 * directions
+    # Of two ranks that hand states on one sends forward and one backward.
+    sent = (ranks - 1) * (ahead + back) if part.gathers else ahead + back if ranks > 2 else max(ahead, back)
+    sent, calls = directions * sent, calls * messages
     return accumulation * sent, accumulation * calls
 
 

@@ -1,0 +1,310 @@
+"""The planner's layouts, micro-batches and choice; its answers for programs; its refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from lightnet_llm.cli import main
+from lightnet_llm.config import load_config
+from lightnet_llm.config.run import RunConfig
+from lightnet_llm.errors import UserError
+from lightnet_llm.models import CausalLM, count_parameters
+from lightnet_llm.parallel.legality import Choice, choice_of, choices, problem
+from lightnet_llm.plan import hardware, planner
+from lightnet_llm.plan.hardware import Hardware, load_hardware
+from lightnet_llm.plan.memory import Parts, with_choice
+from lightnet_llm.plan.step_time import step_time
+from lightnet_llm.plan.traffic import link_of, traffic
+
+MIB = 2**20
+
+
+def card(mebibytes: float = 80 * 1024, **figures: Any) -> Hardware:
+    """An H100 with so much memory for a run and nothing lost, and other figures as given."""
+    found = load_hardware("h100")
+    found.memory_bytes, found.context_bytes, found.fragmentation = int(mebibytes * MIB), 0, 0.0
+    for name, value in figures.items():
+        setattr(found, name, value)
+    return found
+
+
+def tiny(*overrides: str) -> RunConfig:
+    return load_config(str(Path(__file__).with_name("tiny.yaml")), list(overrides))
+
+
+def brute_force(config: RunConfig, world: int) -> set[Choice]:
+    """Legal with any micro-batch that could be asked for."""
+    found = set()
+    for shared in ("true", "false"):
+        for micro in range(1, config.train.global_batch + 1):
+            changed = {"train": config.train.model_copy(update={"micro_batch": micro})}
+            own = with_choice(
+                config.model_copy(update=changed), choice_of(config), tensor_sequence_parallel=shared == "true"
+            )
+            found |= {choice for choice in choices(own, world) if problem(own, choice, world) is None}
+    return {choice for choice in found if choice.tensor > 1 or not choice.tensor_sequence_parallel}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8, 12])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["train.global_batch=12", "data.sequence_length=7"],
+        ["train.precision=bf16", "train.batch_ramp=[{until_step: 3, batch: 6}]", "train.global_batch=9"],
+        ["model.drop_path=0.1"],
+        ["model.mixer=softmax", "model.lrpe=false", "parallel.tensor_sequence_parallel=true"],
+    ],
+)
+def test_all_legal_layouts_and_no_other(overrides: list[str], world: int) -> None:
+    config = tiny(*overrides)
+    found = planner.find(config, world, card())
+    listed = [row.choice for row in found.rows] if found else []
+    assert len(listed) == len(set(listed))
+    assert set(listed) == brute_force(config, world)
+
+
+@pytest.mark.parametrize("name", ["pile_150m", "wikitext103", "wikitext103_no_share", "cramming"])
+def test_parameters_are_those_of_the_model(name: str) -> None:
+    model = load_config(name, ["model.layers=2"])
+    assert Parts(model).model_parameters == count_parameters(CausalLM(model.model))
+    assert Parts(load_config("pile_2.9b")).model_parameters == 2_960_271_360  # model-spec 6
+
+
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("mebibytes", [2, 6, 40])
+def test_one_more_than_the_largest_micro_batch_does_not_fit(world: int, mebibytes: int) -> None:
+    config, limits = tiny("deepspeed.zero_optimization.reduce_bucket_size=1000"), card(mebibytes)
+    found = planner.find(config, world, limits)
+    assert found is not None
+    parts, some = Parts(config), 0
+    for row in found.rows:
+        held = parts.of(row.choice, world)
+        for every, largest in row.largest_micro_batch.items():
+            sizes = [planner.worst(held, m, every, len(held), limits)[1].total for m in (max(largest, 1), largest + 1)]
+            assert (sizes[0] <= limits.memory_bytes) == (largest > 0)
+            assert sizes[1] > limits.memory_bytes
+            some += largest > 0
+        assert (row.refused is None) == (row.memory.total <= limits.memory_bytes)
+    assert some or mebibytes < 6
+
+
+def test_recomputation_and_cuts_save_memory() -> None:
+    config, h100 = load_config("pile_1b"), load_hardware("h100")
+    parts = Parts(config)
+    plain = choice_of(config)
+
+    def needed(choice: Choice, every: int = 0, micro: int = 10) -> int:
+        return planner.worst(parts.of(choice, 16), micro, every, 4, h100)[1].total
+
+    assert needed(plain, 1) < needed(plain)
+    assert needed(Choice(2, 1, 1, 1, False)) < needed(plain)
+    assert needed(Choice(2, 1, 1, 1, True)) < needed(Choice(2, 1, 1, 1, False))
+    assert needed(Choice(1, 1, 2, 1, False)) < needed(plain)
+    assert needed(Choice(1, 1, 1, 2, False), 1) < needed(plain, 1)
+    assert needed(plain, 0, 11) > needed(plain)
+
+
+def test_memory_of_a_measured_run() -> None:
+    """benchmarks/LOG.md: pile_379m, 16,384 tokens, ZeRO-1 on one H100: 27.2 GB at the peak (packed documents)."""
+    config = load_config("pile_379m")
+    part = Parts(config).of(choice_of(config), 1)[0]
+    assert part.memory(8, 0, 1, load_hardware("h100")).allocated == pytest.approx(27.2e9, rel=0.05)
+
+
+def test_the_recommendation_can_be_run() -> None:
+    for name, world in (("pile_150m", 8), ("pile_2.9b", 4), ("cramming", 2)):
+        config = load_config(name)
+        found = planner.plan(config, world, load_hardware("h100"))
+        row = found.recommended
+        assert row.refused is None
+        assert row.time.total <= planner.ALIKE * min(other.time.total for other in found.fitting)
+        run = load_config(name, row.overrides().split())
+        assert problem(run, choice_of(run), world) is None
+        assert choice_of(run) == row.choice
+        assert run.train.global_batch == row.micro_batch * row.accumulation * row.data
+        assert found.reason().count("\n") == 0
+        assert found.reason().endswith(".")
+
+
+def test_refusals_name_the_limit() -> None:
+    config = load_config("pile_2.9b")
+    with pytest.raises(UserError, match=r"no layout .* 1 x a100-40.*GiB a card, which has 39\.4 GiB.*--gpus 2"):
+        planner.plan(config, 1, load_hardware("a100-40"))
+    found = planner.plan(config, 2, load_hardware("a100-40"))
+    refused = [row for row in found.rows if row.refused]
+    assert refused
+    assert all("which has 39.4 GiB" in str(row.refused) and "peak in" in str(row.refused) for row in refused)
+
+
+def test_bytes_by_hand() -> None:
+    """Data parallelism in bf16: gradients summed in bf16, new weights gathered. Tensor parallelism: four sums a block."""
+    config, h100 = load_config("pile_150m", ["model.tpe=false", "model.lrpe=false"]), load_hardware("h100")
+    parts = Parts(config)
+    count = parts.of(Choice(1, 1, 1, 1, False), 1)[0].trained
+    moved = traffic(parts.of(Choice(1, 1, 1, 1, False), 4)[0], 26, 0, 2, h100)
+    assert [(one.axis, one.bytes) for one in moved] == [("data", 3 * (2 * count) * 3 // 4)]
+    sums = traffic(parts.of(Choice(2, 1, 1, 1, False), 2)[0], 26, 0, 1, h100)[0]
+    tokens, width = 26 * 2048, 768
+    whole = 2 * tokens * width
+    assert sums.bytes == 15 * (4 * whole + 2 * tokens * 64) + 2 * whole + 12 * tokens
+    again = traffic(parts.of(Choice(2, 1, 1, 1, False), 2)[0], 26, 1, 1, h100)[0]
+    assert again.bytes - sums.bytes == 15 * 2 * whole
+    stages = parts.of(Choice(1, 3, 1, 1, False), 3)
+    sent = [traffic(part, 26, 0, 4, h100)[0] for part in stages]
+    assert [one.bytes for one in sent] == [4 * whole, 8 * whole, 4 * whole]
+
+
+def test_links() -> None:
+    h100 = load_hardware("h100")
+    choice = Choice(2, 2, 2, 1, False)
+    assert [link_of(choice, axis, 2, h100).name for axis in ("tensor", "sequence", "data", "pipeline")] == [
+        "NVLink", "NVLink", "NVLink", "InfiniBand",
+    ]  # fmt: skip
+
+
+def test_step_time_adds_up() -> None:
+    config, h100 = load_config("pile_1b"), card(host_block_s=0.0, host_step_s=0.0)
+    parts = Parts(config)
+    one = step_time(parts.of(Choice(1, 1, 1, 1, False), 1), 10, 0, 16, h100)
+    assert one.total == pytest.approx(sum(one.computation().values()))
+    assert one.waiting == one.bubble == 0.0
+    assert not one.communication
+    again = step_time(parts.of(Choice(1, 1, 1, 1, False), 1), 10, 1, 16, h100)
+    assert 0.25 * one.products < again.recompute < 0.5 * one.products
+    staged = step_time(parts.of(Choice(1, 2, 1, 1, False), 2), 10, 0, 16, h100)
+    rounds = staged.products + staged.scan + staged.elementwise + staged.loss
+    assert staged.bubble == pytest.approx(rounds / 16)
+    slow = step_time(parts.of(Choice(1, 1, 1, 1, False), 1), 1, 0, 1, card(host_block_s=1.0))
+    assert slow.waiting > 17.0
+
+
+def test_figures_say_where_they_come_from() -> None:
+    for name in hardware.cards():
+        figures = load_hardware(name).figures
+        assert set(figures) == set(hardware.FIGURES)
+        for key, figure in figures.items():
+            assert set(figure) == {"value", "unit", "source", "card", "date", "assumed"}, key
+            assert figure["source"]
+            assert figure["assumed"] or (figure["card"] and figure["date"]), key
+    h100, a100 = load_hardware("h100"), load_hardware("a100-80")
+    assert a100.gemm_flop_s(1e11) == pytest.approx(h100.gemm_flop_s(1e11) * 312 / 989)
+    assert a100.scan_s / h100.scan_s == pytest.approx(h100.copy_bytes_s / a100.copy_bytes_s)
+    rates = [h100.gemm_flop_s(10.0**power) for power in range(3, 14)]
+    assert rates == sorted(rates)
+
+
+# The command ------------------------------------------------------------------------------------------------------------
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(main, ["plan", *arguments])
+
+
+ROW = {
+    "layout": dict, "zero_stage": int, "tensor_sequence_parallel": bool, "fits": bool, "refused": (str, type(None)),
+    "parameters_per_rank": list, "micro_batch": int, "gradient_accumulation_steps": int, "recompute_every": int,
+    "largest_micro_batch": dict, "memory_bytes": dict, "moved_per_step": list, "step_seconds": dict,
+    "tokens_per_second": float, "model_flop_utilisation": float, "days": float, "cost": (float, type(None)),
+}  # fmt: skip
+TOP = {
+    "name": str, "parameters": int, "precision": str, "tokens": int, "tokens_per_step": int, "gpus": int, "gpu": dict,
+    "price": (float, type(None)), "layouts": list, "recommended": dict, "configured": dict,
+}  # fmt: skip
+
+
+def fits_schema(value: dict[str, Any], schema: dict[str, Any]) -> None:
+    assert set(value) == set(schema)
+    for key, kind in schema.items():
+        assert isinstance(value[key], kind), key
+
+
+def test_json(tmp_path: Path) -> None:
+    picture = tmp_path / "scaling.svg"
+    result = run(
+        "wikitext103", "--gpus", "2", "--price", "2", "--json", "--plot", str(picture), "train.global_batch=16"
+    )
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    scaling = answer.pop("scaling")
+    fits_schema(answer, TOP)
+    for row in answer["layouts"]:
+        fits_schema(row, ROW)
+        memory = dict(row["memory_bytes"])
+        total = memory.pop("total")
+        del memory["stage"], memory["peak"]
+        assert sum(memory.values()) == total
+        seconds = dict(row["step_seconds"])
+        assert sum(seconds.pop("communication").values()) + sum(seconds.values()) == pytest.approx(2 * seconds["total"])
+    fits_schema(answer["recommended"], {**ROW, "reason": str, "overrides": list})
+    best = answer["recommended"]
+    assert best["cost"] == pytest.approx(best["days"] * 24 * 2 * 2)
+    assert best["days"] == pytest.approx(answer["tokens"] / best["tokens_per_second"] / 86400)
+    assert {point["gpus"] for point in scaling["batch a card"]} >= {1, 2, 1024, 4096}
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_text() -> None:
+    result = run("pile_150m", "--gpus", "2", "--gpu", "h100", "--price", "2.5")
+    assert result.exit_code == 0, result.output
+    for part in ("146,361,600 parameters", "recommended:", "data 2, ZeRO 1", "as configured", "assumed, not measured"):
+        assert part in result.stdout
+    everything = run("pile_150m", "--gpus", "2", "--all").stdout
+    assert everything.count("\n") > result.stdout.count("\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "needs a CONFIG"),
+        (["pile_1z"], "did you mean"),
+        (["pile_1b", "--gpu", "h10"], "did you mean 'h100'"),
+        (["pile_1b", "--gpus", "5003"], "no layout of this run is legal on 5003 ranks"),
+        (["pile_1b", "model.heds=3"], "unknown key"),
+        (["pile_1b", "--plot", "x.pdf"], r"x\.png"),
+        (["pile_1b", "--plot", "nowhere/x.png"], "not a folder"),
+        (["pile_1b", "--figures", "nowhere.json"], "cannot be read"),
+        (["pile_1b", "--figures", __file__], "not JSON"),
+        (["--calibrate", "--output", "nowhere/x.json"], "not a folder"),
+        (["pile_1b", "--calibrate"], "takes no CONFIG"),
+        (["pile_2.9b", "--gpus", "1", "--gpu", "a100-40"], "39.4 GiB"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
+    import re
+
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert re.search(message, result.stderr), result.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"format": 1, "cards": {"h100": {}}}',
+        '{"format": 2, "cards": {}}',
+        '{"format": 1, "cards": {"h100": {"card": "x", "peak": "H100", "figures": {}}}}',
+    ],
+)
+def test_a_damaged_calibration_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cards.json"
+    path.write_text(text)
+    result = run("pile_1b", "--figures", str(path))
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert "--calibrate" in result.stderr
+
+
+def test_calibration_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "cards.json"
+    result = run("--calibrate", "--gpus", "1", "--output", str(path))
+    assert result.exit_code == 0, result.output
+    measured = load_hardware("cpu", path)
+    assert measured.figures["scan_s"]["card"] == "cpu"
+    assert not measured.figures["scan_s"]["assumed"]
+    assert measured.figures["per_node"]["assumed"]
+    answer = json.loads(run("wikitext103", "--gpus", "1", "--figures", str(path), "--json").stdout)
+    assert answer["gpu"]["name"] == "cpu"
+    assert "scan_s" not in answer["gpu"]["assumed"]
