@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class LightNetLM(LM):
         add_bos_token: whether texts stand behind the end-of-document token.
         loaded: a checkpoint that is loaded already, in place of ``checkpoint``.
         warn: told, once a task type, what is peculiar about its requests.
+        quiet: whether no progress bars are shown.
+        progress: told how many requests are done.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class LightNetLM(LM):
         loaded: Loaded | None = None,
         ranks: Ranks | None = None,
         warn: Callable[[str], Any] | None = None,
+        quiet: bool = False,
+        progress: Callable[[int], Any] = lambda done: None,
     ):
         super().__init__()
         self.ranks = ranks or Ranks.join()
@@ -77,6 +82,7 @@ class LightNetLM(LM):
         self.batch_size = 32 if batch_size in (None, "auto", 1, "1") else int(batch_size)  # lm-eval's own default is 1
         self._device = next(self.model.parameters()).device
         self._contexts: dict[str, tuple[int, ...]] = {}
+        self._quiet, self._progress = quiet or bool(self.ranks.rank), progress
 
     def _choose(self, device: str | None) -> str | None:
         """lm-eval's program asks for cuda:0 where nobody named a device, on every process and machine."""
@@ -131,8 +137,8 @@ class LightNetLM(LM):
                 "beginning; continuations are whole"
             )
             self._long = 0
-        with tqdm(total=len(made), desc=kind, disable=quiet or bool(self.ranks.rank), leave=False, delay=1) as bar:
-            found = likelihoods(self.model, made, self.batch_tokens, self.ranks, bar.update)
+        with tqdm(total=len(made), desc=kind, disable=quiet or self._quiet, leave=False, delay=1) as bar:
+            found = likelihoods(self.model, made, self.batch_tokens, self.ranks, self._moves(bar))
         answers = [(item.log_likelihood, item.greedy) for item in found]
         for instance, answer in zip(instances, answers, strict=True):
             self.cache_hook.add_partial(kind, instance.args, answer if kind == "loglikelihood" else answer[0])
@@ -158,9 +164,10 @@ class LightNetLM(LM):
                     )
             order = sorted(members, key=lambda index: (-len(prompts[index]), index))
             mine = order[self.ranks.rank :: self.ranks.size]
-            quiet = disable_tqdm or bool(self.ranks.rank)
+            quiet = disable_tqdm or self._quiet
             with tqdm(total=len(mine), desc="generate_until", disable=quiet, leave=False, delay=1) as bar:
-                done = complete(
+                work = partial(
+                    complete,
                     self.model,
                     self.tokenizer,
                     [prompts[index] for index in mine],
@@ -169,13 +176,17 @@ class LightNetLM(LM):
                     stop=stop,
                     batch_size=self.batch_size,
                     numbers=mine,
-                    progress=bar.update,
+                    progress=self._moves(bar),
                 )
-            for part in self.ranks.gather({index: item.text for index, item in zip(mine, done, strict=True)}):
-                texts |= part
+                parts = self.ranks.share(work)
+            for rank, done in enumerate(parts):
+                texts |= {index: item.text for index, item in zip(order[rank :: self.ranks.size], done, strict=True)}
         for index, instance in enumerate(requests):
             self.cache_hook.add_partial("generate_until", instance.args, texts[index])
         return [texts[index] for index in range(len(requests))]
+
+    def _moves(self, bar: Any) -> Callable[[int], Any]:
+        return lambda done: (bar.update(done), self._progress(done))
 
     _long = 0  # contexts cut since the last warning
 

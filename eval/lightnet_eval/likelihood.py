@@ -86,17 +86,21 @@ def likelihoods(
     groups = group([request.tokens for request in unique], limit)
     total = sum(_size(item, unique) for item in groups)
     share = min(limit, max(1, -(-total // ranks.size)))  # few requests: a part for every rank
-    mine: dict[int, tuple[float, bool]] = {}
     device = next(model.parameters()).device
     states = max(8, STATE_BYTES[device.type == "cuda"] // _state_bytes(model))
-    for batch in _batches(groups, unique, share, states)[ranks.rank :: ranks.size]:
-        if len(batch) == 1 and _size(batch[0], unique) > limit:
-            scores = _carried(model, batch[0], unique, limit)
-        else:
-            scores = _packed(model, batch, unique)
-        mine |= scores
-        progress(sum(len(wanted[unique[index]]) for index in scores))
-    for part in ranks.gather(mine):
+
+    def own_part() -> dict[int, tuple[float, bool]]:
+        mine: dict[int, tuple[float, bool]] = {}
+        for batch in _batches(groups, unique, share, states)[ranks.rank :: ranks.size]:
+            if len(batch) == 1 and _size(batch[0], unique) > limit:
+                scores = _carried(model, batch[0], unique, limit)
+            else:
+                scores = _packed(model, batch, unique)
+            mine |= scores
+            progress(sum(len(wanted[unique[index]]) for index in scores))
+        return mine
+
+    for part in ranks.share(own_part):
         for index, (nats, greedy) in part.items():
             if not math.isfinite(nats):
                 raise UserError(

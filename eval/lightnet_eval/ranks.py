@@ -6,12 +6,16 @@ So a rank without any work is no special case, and what is measured does not dep
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from lightnet_llm.errors import UserError
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -44,6 +48,25 @@ class Ranks:
         parts: list[Any] = [None] * self.size
         dist.all_gather_object(parts, part, group=self.group)
         return parts
+
+    def share(self, work: Callable[[], T]) -> list[T]:
+        """Every rank's result of its part, in rank order, on every rank.
+
+        Raises:
+            what ``work`` raised here; UserError: another rank's failed, so that nobody waits for it.
+        """
+        if self.size == 1:
+            return [work()]
+        try:
+            done: tuple[Any, str] = work(), ""
+        except Exception as error:
+            self.gather((None, f"{type(error).__name__}: {error}"))
+            raise
+        parts = self.gather(done)
+        for rank, (_, problem) in enumerate(parts):
+            if problem:
+                raise UserError(f"process {rank}: {problem.splitlines()[0]}")
+        return [part for part, _ in parts]
 
     def first(self, value: Any) -> Any:
         """Rank 0's object, on every rank."""

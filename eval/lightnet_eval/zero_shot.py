@@ -6,6 +6,9 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,15 @@ def task_names(given: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def evaluate(
+def evaluate(loaded: Loaded, names: list[str], *, ranks: Ranks | None = None, **options: Any) -> dict[str, Any]:
+    """lm-eval's results, on every rank; arguments and errors as of :func:`answer`."""
+    ranks = ranks or Ranks()
+    found: dict[str, Any] | None = ranks.first(answer(loaded, names, ranks=ranks, **options))
+    assert found is not None
+    return found
+
+
+def answer(
     loaded: Loaded,
     names: list[str],
     *,
@@ -39,15 +50,17 @@ def evaluate(
     limit: int | None = None,
     ranks: Ranks | None = None,
     log_samples: bool = False,
+    quiet: bool = False,
     **options: Any,
-) -> dict[str, Any]:
-    """lm-eval's results, on every rank.
+) -> dict[str, Any] | None:
+    """lm-eval's results; lm-eval gives them on the first rank of a host alone, None elsewhere.
 
     Args:
         names: tasks or groups of lm-eval; with ``offline`` those of the folder.
         offline: folder of ``TASK.SPLIT.jsonl`` files; nothing is then asked of the network.
         limit: questions of each task at most.
         log_samples: keep every answer, under "samples".
+        quiet: whether no progress bars are shown; ranks but the first show none.
         options: of ``LightNetLM``.
 
     Raises:
@@ -66,16 +79,22 @@ def evaluate(
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     ranks = ranks or Ranks()
-    model = LightNetLM(loaded=loaded, ranks=ranks, **options)
-    with tempfile.TemporaryDirectory() as folder:
+    quiet = quiet or bool(ranks.rank)
+    model = LightNetLM(loaded=loaded, ranks=ranks, quiet=quiet, **options)
+    with tempfile.TemporaryDirectory() as folder, _silent_requests(quiet):
         if offline is None:
             manager = TaskManager()
             _check_names(names, manager.all_tasks)
         else:
             write_tasks(offline, names, Path(folder))
             manager = TaskManager(include_path=folder, include_defaults=False)
-        with ranks.first_alone():  # data sets are prepared on disk
-            tasks = _load(manager, names, offline)
+        tasks: dict[str, Any] = {}
+
+        def prepare() -> None:
+            with ranks.first_alone():  # data sets are prepared on disk
+                tasks.update(_load(manager, names, offline))
+
+        ranks.share(prepare)
         found = lm_eval.simple_evaluate(
             model,
             tasks=[tasks[name] for name in names] if offline is not None else names,
@@ -84,9 +103,20 @@ def evaluate(
             log_samples=log_samples,
             bootstrap_iters=1000,
         )
-    found = ranks.first(found)
-    assert found is not None
-    return _plain(found)
+    return None if found is None else _plain(found)
+
+
+@contextmanager
+def _silent_requests(quiet: bool) -> Iterator[None]:
+    """lm-eval shows a bar while it builds a task's requests, and has no option against it."""
+    from lm_eval.api import task
+
+    shown = task.tqdm
+    task.tqdm = partial(shown, disable=True) if quiet else shown
+    try:
+        yield
+    finally:
+        task.tqdm = shown
 
 
 def _check_names(names: list[str], known: list[str]) -> None:

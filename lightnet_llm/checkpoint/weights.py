@@ -24,7 +24,8 @@ from ..models.parameters import shard, spec_of, unshard
 FOLDER, AVERAGE = "weights", "ema"  # as trained; the exponential average, in fp32, of a run that keeps one
 
 
-def _gathered(parameter: nn.Parameter, zero_stage: int) -> AbstractContextManager[Any]:
+def gathered(parameter: nn.Parameter, zero_stage: int) -> AbstractContextManager[Any]:
+    """A parameter is whole inside, where ZeRO-3 has cut it; every data-parallel rank enters."""
     if zero_stage < 3:
         return nullcontext()
     from deepspeed.runtime.zero import GatheredParameters
@@ -48,7 +49,7 @@ def gather_weights(
         if getattr(parameter, "ds_pipe_replicated", False):
             continue  # the copy of a tied weight; its owner writes it
         other = None if instead is None else instead(parameter)
-        with _gathered(parameter, zero_stage) if other is None else nullcontext():
+        with gathered(parameter, zero_stage) if other is None else nullcontext():
             if writes:
                 spec = spec_of(parameter)
                 tensors[name] = (parameter if other is None else other).detach().to("cpu", copy=True).contiguous()

@@ -210,6 +210,23 @@ class ValidationConfig(Section):
     samples: int = Field(default=256, gt=0, description="Samples of each validation set, at most.")
 
 
+class EvaluationConfig(Section):
+    """Zero-shot tasks of lm-eval during training, on the weights as they are."""
+
+    interval: int = Field(default=0, ge=0, description="Steps between evaluations; 0 turns them off.")
+    tasks: list[str] = Field(default_factory=list, description="Names of lm-eval's tasks, such as `[piqa, sciq]`.")
+    limit: int | None = Field(default=None, gt=0, description="Questions of each task, at most; null for all.")
+    offline: str | None = Field(
+        default=None, description="Folder of `TASK.SPLIT.jsonl` files (`make eval-data`); null asks the network."
+    )
+
+    @model_validator(mode="after")
+    def _named(self) -> "EvaluationConfig":
+        if self.interval and not self.tasks:
+            raise ValueError("interval is set and tasks names none; give tasks: [piqa], say")
+        return self
+
+
 class CheckpointConfig(Section):
     """When to save and what to keep."""
 
@@ -285,6 +302,7 @@ class RunConfig(Section):
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     bad_steps: BadStepsConfig = Field(default_factory=BadStepsConfig)
@@ -306,7 +324,9 @@ class RunConfig(Section):
         for name in ("mean", "std"):
             count = len(getattr(self.augmentation, name))
             if self.model.head == "classifier" and count not in (1, image.channels):
-                raise ValueError(f"augmentation.{name} has {count} values for {image.channels} channels; give as many or one")
+                raise ValueError(
+                    f"augmentation.{name} has {count} values for {image.channels} channels; give as many or one"
+                )
         if self.data.mixture:
             raise ValueError(f"data.mixture is of text; give head: {self.model.head} one folder as data.path")
         if self.parallel.pipeline_partition == "time":

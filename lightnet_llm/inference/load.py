@@ -95,7 +95,7 @@ def _empty_model(
             "continue a text; name a language model"
         )
     place = choose_device(device)
-    return _allocate(config, place, _choose_dtype(dtype, config, place))
+    return allocate(config, place, choose_dtype(dtype, config, place))
 
 
 def run_folder_of(folder: Path) -> Path:
@@ -144,7 +144,8 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     return found
 
 
-def _choose_dtype(dtype: str | torch.dtype | None, config: RunConfig, device: torch.device) -> torch.dtype:
+def choose_dtype(dtype: str | torch.dtype | None, config: RunConfig, device: torch.device) -> torch.dtype:
+    """The dtype that is asked for, or that of the run; on the CPU fp32."""
     if isinstance(dtype, torch.dtype):
         return dtype
     name = dtype or (config.train.precision if device.type != "cpu" else "fp32")
@@ -153,7 +154,7 @@ def _choose_dtype(dtype: str | torch.dtype | None, config: RunConfig, device: to
     return DTYPES[name]
 
 
-def _allocate(config: RunConfig, device: torch.device, dtype: torch.dtype) -> CausalLM:
+def allocate(config: RunConfig, device: torch.device, dtype: torch.dtype) -> CausalLM:
     """The model with uninitialised weights: drawing initial values would take longer than reading trained ones."""
     with torch.device("meta"):
         model = CausalLM(config.model)

@@ -16,7 +16,7 @@ from ..models.parameters import spec_of
 from ..parallel.agreement import Agreement
 from ..parallel.layout import Groups, prepare_backend
 from ..parallel.legality import legal_layout
-from . import data, out_of_memory, watchdog
+from . import data, evaluation, out_of_memory, watchdog
 from .bad_steps import pick_suspects
 from .engine import Engine, build_engine
 from .metrics import MetricsWriter, flops_per_token, memory_bytes, peak_flops
@@ -57,6 +57,11 @@ class Trainer:
         # One rank of those that hold the same parameters speaks for them; one of those that read a sample, for it.
         self.speaks = groups.place["data"] == 0 and groups.place["sequence"] == 0
         self.reads = all(groups.place[axis] == 0 for axis in ("tensor", "sequence", "pipeline"))
+        self.evaluation = (
+            evaluation.Evaluation(config, groups, ranks, self.engine, folder.path)
+            if config.evaluation.interval
+            else None
+        )
         if start.weights is not None:
             ranks.log(f"weights from {start.weights}")
         resume(self.engine, start, config.train.seed, ranks)
@@ -106,6 +111,8 @@ class Trainer:
             pause = time.perf_counter()
             if self._due(state.step, config.validation.interval) or (config.validation.interval and state.step == end):
                 self.validate()
+            if self.evaluation and (self._due(state.step, config.evaluation.interval) or state.step == end):
+                self.evaluate(self.evaluation)
             if saves or stop:
                 self.progress.begin("save")
                 self.saver.save(state)
@@ -194,6 +201,17 @@ class Trainer:
             if self.metrics is not None:
                 self.metrics.write(self.state.step, {"validation": {held.name: held.report(means)}})
 
+    def evaluate(self, tasks: evaluation.Evaluation) -> None:
+        """Scores of the tasks; what fails is said, and training goes on."""
+        began = time.perf_counter()
+        scores, failed = tasks.run()
+        if self.metrics is not None:
+            evaluation.say(failed, self.state.step)
+            seconds = round(time.perf_counter() - began, 3)
+            self.metrics.write(self.state.step, {"evaluation": {**scores, "seconds": seconds}})
+            for task, problem in failed.items():
+                self.metrics.event(self.state.step, "evaluation failed", task=task, reason=problem)
+
     def _report_saved(self, step: int, figures: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(self.state.step, {"checkpoint": figures})
@@ -214,6 +232,7 @@ def run(config: RunConfig, launched: bool = False) -> int:
     groups = Groups(layout)
     ranks = Agreement(groups.control_group)
     folder = RunFolder(config)
+    ranks.on_rank_zero(lambda: evaluation.check(config))
     start = ranks.on_rank_zero(lambda: prepare(config, folder, layout, launched))
     if start.finished is not None:
         ranks.log(

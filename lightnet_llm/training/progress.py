@@ -32,7 +32,7 @@ class Progress:
     """What the main thread notes as it goes; notes cost an assignment, other threads read them.
 
     Attributes:
-        phase: "start", "step", "bookkeeping", "validation", "save" or "end".
+        phase: "start", "step", "bookkeeping", "validation", "evaluation", "save" or "end".
         step: number of the step, from 1; 0 before the first.
         detail: what of the phase, such as "forward of micro-batch 3".
         since: when the phase began, monotonic seconds.

@@ -37,6 +37,7 @@ RESUMABLE = (
     "data.workers",
     "data.validation",
     "validation.",
+    "evaluation.",
     "checkpoint.",
     "logging.",
     "launch.",

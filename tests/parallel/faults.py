@@ -498,3 +498,45 @@ def hide_nothing() -> None:
         return tokens, tokens * 0 + masking.IGNORED
 
     masking.Masking.__call__ = masks  # type: ignore[method-assign]
+
+
+def fail_task_on_rank_one() -> None:
+    """One task's model fails on the last rank alone."""
+    import os
+
+    from lightnet_llm.training import evaluation
+
+    original = evaluation.Evaluation._scores
+
+    def scores(self, model, task):  # type: ignore[no-untyped-def]
+        if task == "sciq" and os.environ["RANK"] == "1":
+            raise RuntimeError("planted")
+        return {} if task == "sciq" else original(self, model, task)
+
+    evaluation.Evaluation._scores = scores
+
+
+def continued(loaded, ranks=None) -> float:  # type: ignore[no-untyped-def]
+    """A number that tells the continuations of three prompts."""
+    import zlib
+
+    from lightnet_eval.language_model import LightNetLM
+    from lm_eval.api.instance import Instance
+
+    options = {"until": [], "max_gen_toks": 12}
+    prompts = ("the ship", "", "an old friend writes to the harbour keeper and")
+    requests = [Instance("generate_until", {}, (prompt, options), index) for index, prompt in enumerate(prompts)]
+    texts = LightNetLM(loaded=loaded, ranks=ranks).generate_until(requests, disable_tqdm=True)
+    assert any(texts)
+    return float(zlib.crc32("\n".join(texts).encode()))
+
+
+def continue_in_evaluation() -> None:
+    """A task of continuations."""
+    from lightnet_llm.inference import Loaded
+    from lightnet_llm.training import evaluation
+
+    def scores(self, model, task):  # type: ignore[no-untyped-def]
+        return {"texts": continued(Loaded(model, self.config, self.tokenizer, self.run_folder), self.share)}
+
+    evaluation.Evaluation._scores = scores
