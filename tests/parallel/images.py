@@ -13,7 +13,7 @@ from PIL import Image
 
 CLASSES = 3
 COMMON = """
-train: {steps: 20, global_batch: 8, micro_batch: 2, precision: fp32, seed: 7}
+train: {steps: 20, global_batch: 8, micro_batch: 2, precision: fp32, seed: 7, ema: 0.9}
 optimizer: {learning_rate: 2.0e-3, eps: 1.0e-6, clip: 0.4}
 schedule: {kind: cosine, warmup_steps: 3}
 parallel: {zero_stage: 1}

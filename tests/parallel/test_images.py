@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from lightnet_llm.checkpoint.store import resolve
+from lightnet_llm.checkpoint.weights import AVERAGE, load_weights
 from tests.conftest import Ranks, read_metrics, steps_of
 from tests.parallel import images
 
@@ -38,6 +40,7 @@ class Head:
 
     def __init__(self, ranks: Ranks, folder: Path, head: str):
         self.config = {"classifier": images.write_classifier, "denoiser": images.write_denoiser}[head](folder)
+        self.folder = folder
         self.rows = ranks.train(1, self.config, [], folder, "one")
 
 
@@ -96,3 +99,5 @@ def test_resumed_and_moved(head: str, moved: list[str], ranks: Ranks, tmp_path: 
     ranks.train(2, one.config, [*go_on, *moved], tmp_path, "run")
     rows = [row for row in read_metrics(tmp_path / "run") if "validation" not in row or row["step"] in (10, 20)]
     check(rows, one.rows)
+    mine, theirs = (load_weights(resolve(run, print), AVERAGE) for run in (tmp_path / "run", one.folder / "one"))
+    assert all((mine[name] - x).abs().max() < 1e-5 for name, x in theirs.items()), "the average goes along"
