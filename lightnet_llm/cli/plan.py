@@ -74,7 +74,7 @@ def plan(
             answer["scaling"] = {same: [asdict(point) for point in series] for same, series in points.items()}
         click.echo(json.dumps(answer, indent=2))
         return
-    for line in report.lines(found, price, every_row):
+    for line in report.lines(found, (config, *overrides), price, every_row):
         click.echo(line)
     if plot is not None:
         click.echo(f"scaling: {plot}")

@@ -29,6 +29,7 @@ class Row:
         largest_micro_batch: by ``parallel.recompute_every``; whatever the batch, and with a full pipeline. 0: none fits.
         moved: of the stage that sends most.
         refused: the limit that is passed, None where the layout fits.
+        block, block_again: bytes that a block keeps of a micro-batch, and one that is computed again.
     """
 
     choice: Choice
@@ -43,6 +44,8 @@ class Row:
     moved: list[Moved]
     time: StepTime
     refused: str | None
+    block: int
+    block_again: int
 
     def name(self) -> str:
         """In words, such as ``tensor 2 x data 4, ZeRO 1``."""
@@ -266,6 +269,7 @@ def _row(
         choice, data, micro, every, accumulation, [part.parameters for part in held], stage, memory,
         {every: largest_micro_batch(held, every, hardware) for every in every_way if largest},
         max(moved, key=lambda stage: sum(one.bytes for one in stage)), time, refused,
+        held[0].sizes(micro).block.total, held[0].sizes(micro).again.total,
     )  # fmt: skip
 
 

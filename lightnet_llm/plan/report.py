@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -56,6 +58,7 @@ def _row(plan: Plan, row: Row, price: float | None) -> dict[str, Any]:
         "recompute_every": row.recompute_every,
         "largest_micro_batch": {str(every): largest for every, largest in row.largest_micro_batch.items()},
         "memory_bytes": memory,
+        "block_bytes": {"kept": row.block, "recomputed": row.block_again},
         "moved_per_step": [asdict(one) for one in row.moved],
         "step_seconds": {**row.time.computation(), "communication": row.time.communication, "total": row.time.total},
         "tokens_per_second": plan.tokens_per_second(row),
@@ -70,8 +73,15 @@ def cost(plan: Plan, row: Row, price: float | None) -> float | None:
     return None if price is None else plan.days(row) * 24 * plan.world * price
 
 
-def lines(plan: Plan, price: float | None = None, every_row: bool = False) -> list[str]:
-    """For people."""
+def lines(
+    plan: Plan, given: Sequence[str] | None = None, price: float | None = None, every_row: bool = False
+) -> list[str]:
+    """For people.
+
+    Args:
+        given: CONFIG and overrides of the command line, to which the recommendation's are added.
+        every_row: list the layouts that do not fit, too.
+    """
     hardware, config, best = plan.hardware, plan.config, plan.recommended
     found = [
         f"{config.train.name}: {plan.model_parameters:,} parameters, {config.train.precision}, "
@@ -81,7 +91,7 @@ def lines(plan: Plan, price: float | None = None, every_row: bool = False) -> li
         *_table(plan, price, every_row),
         "",
         f"recommended: {plan.reason()}",
-        f"  lightnet train {config.train.name} {best.overrides()}",
+        f"  lightnet train {shlex.join(given or [str(config.train.name)])} {best.overrides()}",
         f"  memory of a card, {_stage(best)}GiB: {_kinds(best)}, together {best.memory.total / GIB:.1f} of "
         f"{hardware.memory_bytes / GIB:.1f}; peak in {best.memory.peak}",
         f"  a step, s: {_times(best)}",

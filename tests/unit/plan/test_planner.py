@@ -1,6 +1,8 @@
 """The planner's layouts, micro-batches and choice; its answers for programs; its refusals."""
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from lightnet_llm.plan.hardware import Hardware, load_hardware
 from lightnet_llm.plan.memory import Parts, with_choice
 from lightnet_llm.plan.step_time import step_time
 from lightnet_llm.plan.traffic import link_of, traffic
+from tests.conftest import ROOT
 
 MIB = 2**20
 
@@ -197,6 +200,23 @@ def test_figures_say_where_they_come_from() -> None:
     assert rates == sorted(rates)
 
 
+def test_the_benchmarks_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten and more, three of them predicted before they are run, all legal and within a card."""
+    folder = ROOT / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    spec = importlib.util.spec_from_file_location("planner_benchmark", folder / "planner.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "planner_benchmark", module)
+    spec.loader.exec_module(module)
+    assert len(module.CASES) >= 10
+    assert sum(case.committed for case in module.CASES.values()) == 3
+    for name, case in module.CASES.items():
+        predicted = module.predict(case, None, "h100")
+        assert predicted["total_bytes"] < 80e9, name
+        assert predicted["step_seconds"] < 2, name
+
+
 # The command ------------------------------------------------------------------------------------------------------------
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(main, ["plan", *arguments])
@@ -205,7 +225,7 @@ def run(*arguments: str) -> Any:
 ROW = {
     "layout": dict, "zero_stage": int, "tensor_sequence_parallel": bool, "fits": bool, "refused": (str, type(None)),
     "parameters_per_rank": list, "micro_batch": int, "gradient_accumulation_steps": int, "recompute_every": int,
-    "largest_micro_batch": dict, "memory_bytes": dict, "moved_per_step": list, "step_seconds": dict,
+    "largest_micro_batch": dict, "memory_bytes": dict, "block_bytes": dict, "moved_per_step": list, "step_seconds": dict,
     "tokens_per_second": float, "model_flop_utilisation": float, "days": float, "cost": (float, type(None)),
 }  # fmt: skip
 TOP = {

@@ -1,0 +1,322 @@
+"""`lightnet plan` held against real runs: memory and step time, predicted beside measured.
+
+    python benchmarks/planner.py predict                      what is predicted, without a GPU; --output FILE keeps it
+    python benchmarks/planner.py run --output FILE            every case that this machine has cards for; under 8 minutes on two
+    python benchmarks/planner.py run --only 1b 1b-tensor      some of them
+    python benchmarks/planner.py run --ranks 2                those of two cards
+    python benchmarks/planner.py run --figures calibration.json --against benchmarks/planner-predicted-DATE.json
+    python benchmarks/planner.py run --smoke                  two tiny cases, on a CPU if need be; the figures mean nothing
+
+Each case is a few steps of the training engine on bytes of Python's standard library, in processes of its own; those of one
+card run two at a time where there are two. Memory is the highest of `torch.cuda.max_memory_allocated` over the ranks, held
+against the prediction without its reserve; time is the median of the steps after the first six. `--against` adds what was
+predicted and committed before. Cases marked * in the table are those of which that is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from sequence_parallel import text  # benchmarks/sequence_parallel.py, beside this file
+
+ROOT = Path(__file__).resolve().parent.parent
+WARM, STEPS, SECONDS = 6, 8, 110
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: samples a step and of a micro-batch, tokens of a sample."""
+
+    preset: str
+    ranks: int
+    batch: int
+    micro: int
+    length: int = 2048
+    more: tuple[str, ...] = ()
+    committed: bool = False
+
+    def overrides(self) -> list[str]:
+        return [
+            f"data.sequence_length={self.length}", f"train.global_batch={self.batch}", f"train.micro_batch={self.micro}",
+            "train.steps=1000", "optimizer.learning_rate=1e-4", *self.more,
+        ]  # fmt: skip
+
+
+def _parallel(**fields: object) -> tuple[str, ...]:
+    return tuple(f"parallel.{key}={str(value).lower()}" for key, value in fields.items())
+
+
+CASES = {
+    "150m": Case("pile_150m", 1, 8, 8),
+    "379m": Case("pile_379m", 1, 8, 8),
+    "379m-accumulated": Case("pile_379m", 1, 32, 16),
+    "379m-long": Case("pile_379m", 1, 1, 1, 16384),
+    "379m-no-lrpe": Case("lm/ablations/pile_379m_no_lrpe", 1, 12, 12, committed=True),
+    "1b": Case("pile_1b", 1, 8, 8),
+    "1b-recomputed": Case("pile_1b", 1, 16, 16, more=_parallel(recompute_every=1)),
+    "2.9b-recomputed": Case("pile_2.9b", 1, 2, 2, more=_parallel(recompute_every=1)),
+    "1b-data": Case("pile_1b", 2, 16, 8),
+    "1b-zero3": Case("pile_1b", 2, 8, 4, more=_parallel(zero_stage=3)),
+    "1b-tensor": Case("pile_1b", 2, 12, 12, more=_parallel(tensor=2), committed=True),
+    "1b-pipeline": Case("pile_1b", 2, 16, 4, more=_parallel(pipeline=2)),
+    "2.9b-shared": Case("pile_2.9b", 2, 4, 4, more=_parallel(tensor=2, tensor_sequence_parallel=True), committed=True),
+    "2.9b-zero2": Case("pile_2.9b", 2, 4, 2, more=_parallel(zero_stage=2, recompute_every=1)),
+    "379m-sequence": Case("pile_379m", 2, 1, 1, 32768, more=_parallel(sequence=2)),
+}
+_TINY = ("model.layers=2", "model.width=64", "model.heads=4", "model.glu_width=90", "model.vocab_size=300")
+SMOKE = {
+    "tiny": Case("pile_150m", 1, 4, 2, 64, _TINY),
+    "tiny-data": Case("pile_150m", 2, 4, 2, 64, _TINY, committed=True),
+}
+
+
+def predict(case: Case, figures: Path | None, gpu: str) -> dict[str, Any]:
+    """{"allocated_bytes", "total_bytes", "step_seconds", ..} of the case's own layout and micro-batch."""
+    from lightnet_llm.config import load_config
+    from lightnet_llm.parallel.legality import choice_of, legal_layout
+    from lightnet_llm.plan import load_hardware
+    from lightnet_llm.plan.memory import Parts
+    from lightnet_llm.plan.planner import worst
+    from lightnet_llm.plan.step_time import step_time
+
+    config, hardware = load_config(case.preset, case.overrides()), load_hardware(gpu, figures)
+    layout, every = legal_layout(config, case.ranks), config.parallel.recompute_every
+    parts, accumulation = Parts(config).of(choice_of(config), case.ranks), case.batch // (case.micro * layout.data)
+    stage, memory = worst(parts, case.micro, every, accumulation, hardware)
+    seconds = step_time(parts, case.micro, every, accumulation, hardware)
+    return {
+        "allocated_bytes": memory.allocated,
+        "total_bytes": memory.total,
+        "memory": {**memory.kinds(), "stage": stage, "peak": memory.peak},
+        "step_seconds": seconds.total,
+        "time": {**seconds.computation(), **{f"{axis} traffic": t for axis, t in seconds.communication.items()}},
+    }
+
+
+def measure(name: str, case: Case, cards: list[int]) -> dict[str, Any]:
+    """Run a case on these cards; what was measured, or {"failed": why}."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        found, log = Path(folder, "found.json"), Path(folder, "log")
+        where = {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(case.ranks),
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, cards)),
+        }  # fmt: skip
+        request = json.dumps([case.preset, case.overrides(), str(found)])
+        with log.open("w") as output:
+            processes = [
+                subprocess.Popen(
+                    [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "rank", request],
+                    env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    cwd=ROOT,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+                for rank in range(case.ranks)
+            ]
+            end = time.time() + SECONDS
+            while any(process.poll() is None for process in processes):
+                if time.time() > end or any(process.poll() for process in processes):
+                    for process in processes:
+                        process.kill()
+                time.sleep(0.2)
+        if found.is_file():
+            return json.loads(found.read_text())
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        short = any("OutOfMemoryError" in line or "out of memory" in line for line in lines)
+        return {"failed": f"{name}: " + ("out of memory" if short else " | ".join(lines[-3:])[-400:] or "time is up")}
+
+
+def rank_main(preset: str, overrides: list[str], found: str) -> None:
+    """One rank of one case."""
+    import torch
+    import torch.distributed as dist
+
+    from lightnet_llm.config import load_config
+    from lightnet_llm.parallel.layout import Groups, prepare_backend
+    from lightnet_llm.parallel.legality import legal_layout
+    from lightnet_llm.training.engine import build_engine
+
+    config, device = load_config(preset, overrides), prepare_backend()
+    cuda, world = device.type == "cuda", int(os.environ["WORLD_SIZE"])
+    groups = Groups(legal_layout(config, world))
+    engine = build_engine(config, groups, device)
+    rows, length = config.train.micro_batch, config.data.sequence_length
+    tokens = text(length * 64 + 1) % config.model.vocab_size
+
+    def batches() -> Iterator[dict[str, Any]]:
+        number = groups.place["data"]
+        while True:
+            starts = [(number * rows + row) * length % (63 * length) for row in range(rows)]
+            number += groups.layout.data
+            yield {
+                "input_ids": torch.stack([tokens[start : start + length] for start in starts]),
+                "labels": torch.stack([tokens[start + 1 : start + length + 1] for start in starts]),
+                "cu_seqlens": torch.arange(0, rows * length + 1, length, dtype=torch.int32),
+                "sample_ids": torch.arange(rows) + number * rows,
+            }
+
+    def wait() -> None:
+        if cuda:
+            torch.cuda.synchronize()
+
+    source, times = batches(), []
+    engine.set_rate(1.0)
+    for step in range(WARM + STEPS):
+        wait()
+        began = time.perf_counter()
+        engine.train_step(source, step, config.train.global_batch)
+        wait()
+        times.append(time.perf_counter() - began)
+    gc.collect()
+    held: list[Any] = [None] * world
+    peak = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
+    dist.all_gather_object(held, peak)
+    if dist.get_rank() == 0:
+        result = {
+            "card": torch.cuda.get_device_name() if cuda else "cpu",
+            "torch": torch.__version__,
+            "allocated_bytes": [one for one, _ in held] if cuda else None,
+            "reserved_bytes": [two for _, two in held] if cuda else None,
+            "seconds": times,
+            "step_seconds": statistics.median(times[WARM:]),
+            "first_step_seconds": times[0],
+        }
+        partial = Path(f"{found}.partial")
+        partial.write_text(json.dumps(result))
+        partial.replace(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(arguments: argparse.Namespace, cases: dict[str, Case]) -> int:
+    """Measure and compare; 1 where a case failed."""
+    import torch
+
+    have = torch.cuda.device_count()
+    gpu = arguments.gpu
+    before = json.loads(arguments.against.read_text())["cases"] if arguments.against else {}
+    results: dict[str, Any] = {}
+    free: SimpleQueue[int] = SimpleQueue()
+    for card in range(max(1, have)):
+        free.put(card)
+
+    def single(name: str) -> None:
+        card = free.get()
+        results[name] = measure(name, cases[name], [card])
+        free.put(card)
+
+    possible = {name: case for name, case in cases.items() if case.ranks <= have or (not have and arguments.smoke)}
+    began = time.time()
+    with ThreadPoolExecutor(max(1, have)) as pool:
+        list(pool.map(single, [name for name, case in possible.items() if case.ranks == 1]))
+    for name, case in possible.items():
+        if case.ranks > 1:
+            results[name] = measure(name, case, list(range(case.ranks)))
+    kept = {}
+    for name, case in possible.items():
+        kept[name] = {
+            "case": vars(case) | {"more": list(case.more)},
+            "predicted": predict(case, arguments.figures, gpu),
+            "before": before.get(name),
+            "measured": results[name],
+        }
+    _write(
+        arguments, {"cases": kept, "seconds": round(time.time() - began, 1), "left_out": sorted({*cases} - {*possible})}
+    )
+    _table(kept)
+    return int(any("failed" in result for result in results.values()))
+
+
+def _write(arguments: argparse.Namespace, values: dict[str, Any]) -> None:
+    if arguments.output:
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        head = {
+            "date": date,
+            "gpu": arguments.gpu,
+            "figures": str(arguments.figures or "shipped"),
+            "arguments": sys.argv[1:],
+        }
+        arguments.output.write_text(json.dumps({**head, **values}, indent=1) + "\n")
+
+
+def _off(predicted: float, measured: float | None) -> str:
+    return f"{100 * (predicted / measured - 1):+.0f} %" if measured else "-"
+
+
+def _table(kept: dict[str, Any]) -> None:
+    print(
+        "| case | ranks | GB predicted | measured | off | ms predicted | measured | off | committed before: GB, ms off |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, row in kept.items():
+        case, predicted, measured, before = row["case"], row["predicted"], row["measured"], row["before"]
+        label = f"{name}{' *' if case['committed'] else ''} | {case['ranks']}"
+        if "failed" in measured:
+            print(f"| {label} | {predicted['allocated_bytes'] / 1e9:.1f} | {measured['failed']} | | | | | |")
+            continue
+        memory, seconds = measured["allocated_bytes"] and max(measured["allocated_bytes"]), measured["step_seconds"]
+        earlier = "-"
+        if before:
+            earlier = f"{_off(before['allocated_bytes'], memory)}, {_off(before['step_seconds'], seconds)}"
+        print(
+            f"| {label} | {predicted['allocated_bytes'] / 1e9:.1f} | {memory / 1e9 if memory else 0:.1f} | "
+            f"{_off(predicted['allocated_bytes'], memory)} | {1e3 * predicted['step_seconds']:.0f} | {1e3 * seconds:.0f} | "
+            f"{_off(predicted['step_seconds'], seconds)} | {earlier} |"
+        )
+
+
+def main() -> int:
+    """See the module."""
+    if sys.argv[1:2] == ["rank"]:
+        rank_main(*json.loads(sys.argv[2]))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["predict", "run"])
+    parser.add_argument("--only", nargs="+", metavar="CASE")
+    parser.add_argument("--ranks", nargs="+", type=int, metavar="N", help="only cases of so many ranks")
+    parser.add_argument("--gpu", default="h100", help="card to predict for")
+    parser.add_argument("--figures", type=Path, help="file of lightnet plan --calibrate")
+    parser.add_argument("--against", type=Path, help="file of an earlier predict")
+    parser.add_argument("--smoke", action="store_true", help="two tiny cases")
+    parser.add_argument("--output", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    cases = SMOKE if arguments.smoke else CASES
+    unknown = [name for name in arguments.only or [] if name not in cases]
+    if unknown:
+        parser.error(f"no case '{unknown[0]}'; there are {', '.join(cases)}")
+    cases = {
+        name: case
+        for name, case in cases.items()
+        if (not arguments.only or name in arguments.only) and (not arguments.ranks or case.ranks in arguments.ranks)
+    }
+    if arguments.part == "run":
+        return run(arguments, cases)
+    predicted = {name: predict(case, arguments.figures, arguments.gpu) for name, case in cases.items()}
+    _write(arguments, {"cases": predicted, "committed": [name for name, case in cases.items() if case.committed]})
+    for name, one in predicted.items():
+        mark = " *" if cases[name].committed else ""
+        print(f"{name + mark:20} {one['allocated_bytes'] / 1e9:6.1f} GB  {1e3 * one['step_seconds']:7.1f} ms")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
