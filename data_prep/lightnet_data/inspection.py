@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightnet_data import manifest
+from lightnet_data.documents import DocumentReader
 from lightnet_data.errors import DataError
 from lightnet_data.storage import TokenStore
 from lightnet_data.stream import shards_of
@@ -130,38 +131,38 @@ def by_length(lengths: NDArray[np.int32]) -> Lengths:
     )
 
 
-def _stores(folder: Path, split: str) -> list[TokenStore]:
+def _documents_apart(folder: Path, split: str) -> bool:
+    """Whether a split has documents that can be told from one another: packed samples have not."""
     entry = manifest.load(folder)["splits"].get(split, {})
-    if "webdataset" in entry and not entry.get("shards") and not (folder / f"{split}.idx").is_file():
-        return []  # packed samples do not keep documents apart
-    if entry.get("documents") == 0:
-        return []
-    return [TokenStore(prefix, checked=0, eod_id=_eod(folder)) for prefix in shards_of(folder / split)]
-
-
-def _eod(folder: Path) -> int:
-    return int(manifest.load(folder)["tokenizer"]["eod_id"])
+    packed = "webdataset" in entry and not entry.get("shards") and not (folder / f"{split}.idx").is_file()
+    return not packed and entry.get("documents") != 0
 
 
 def _all_lengths(folder: Path, split: str) -> NDArray[np.int32]:
-    found = [np.diff(store.starts).astype(np.int32) for store in _stores(folder, split)]
-    return np.concatenate(found) if found else np.zeros(0, dtype=np.int32)
+    """Of each document in tokens, int32; a shard is open at a time."""
+    found = [np.zeros(0, dtype=np.int32)]
+    if _documents_apart(folder, split):
+        eod_id = int(manifest.load(folder)["tokenizer"]["eod_id"])
+        for prefix in shards_of(folder / split):
+            found.append(np.diff(TokenStore(prefix, eod_id, checked=0).starts).astype(np.int32))
+    return np.concatenate(found)
 
 
 def _shown(folder: Path, split: str, first: int, drawn: int, seed: int, indices: Sequence[int]) -> list[Shown]:
-    stores = _stores(folder, split)
-    bounds = np.cumsum([0, *map(len, stores)])
-    total = int(bounds[-1])
+    if not (first or drawn or indices):
+        return []
+    reader = DocumentReader(folder / split) if _documents_apart(folder, split) else []
+    total = len(reader)
     for index in indices:
         if not 0 <= index < total:
             raise DataError(f"{folder}: no document {index} in {split}; it has {total}, the first is 0")
     chosen = [*range(min(first, total)), *random.Random(seed).sample(range(total), min(drawn, total)), *indices]
-    tokenizer = Tokenizer.load(folder) if chosen else None
+    if not chosen:
+        return []
+    tokenizer = Tokenizer.load(folder)
     shown = []
     for index in dict.fromkeys(chosen):
-        shard = int(np.searchsorted(bounds, index, side="right")) - 1
-        ids = stores[shard].document(index - int(bounds[shard]))
-        assert tokenizer is not None
+        ids = reader[index].tokens
         data = tokenizer.decode_bytes(ids[:-1].tolist())
         shown.append(Shown(split, int(index), len(ids), len(data), data.decode("utf-8", "replace")))
     return shown

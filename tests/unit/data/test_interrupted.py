@@ -28,19 +28,19 @@ from lightnet_data.verify import verify
 
 Run = Callable[..., Result]
 PART_BYTES = 7000
-# lightnet prep in a process of its own, over small parts, each document slowed by argv[1] seconds.
+# The command line in a process of its own, over small parts, each document slowed by argv[1] seconds.
 PREP = f"""
 import sys, time
 from lightnet_data import parts
 from lightnet_data.tokenizer import Tokenizer
-from lightnet_llm.cli.prep import prep
+from lightnet_llm.cli import main
 parts.PART_BYTES = {PART_BYTES}
 wait, original = float(sys.argv[1]), Tokenizer.encode_array
 def slowly(self, text):
     time.sleep(wait)
     return original(self, text)
 Tokenizer.encode_array = slowly
-prep(sys.argv[2:])
+main(sys.argv[2:])
 """
 
 
@@ -69,7 +69,7 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def killed(arguments: list[object], partial: Path, parts: int, kill: Callable[[int], None]) -> int:
     """Start a slow preparation and end it once so many parts are done; its exit status."""
-    command = [sys.executable, "-c", PREP, "0.02", *map(str, arguments)]
+    command = [sys.executable, "-c", PREP, "0.02", "prep", *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.time() + 60
     while len(list(partial.glob("parts/*.json"))) < parts:
@@ -239,7 +239,7 @@ def test_a_changed_file_of_a_finished_set_is_refused(
 
 
 def limited(limits: dict[int, int], *arguments: object) -> subprocess.CompletedProcess[str]:
-    """``lightnet prep`` under resource limits."""
+    """The command line under resource limits."""
 
     def limit() -> None:
         for what, value in limits.items():
@@ -254,7 +254,7 @@ def test_a_disk_that_takes_no_more(tmp_path: Path, corpus: Path, run_prep: Run, 
     options = ["--tokenizer", tokenizer_file]
     for workers in (1, 2):
         given = [corpus, "--output", tmp_path / "out", *options, "--workers", workers]
-        failed = limited({resource.RLIMIT_FSIZE: 3000}, *given)
+        failed = limited({resource.RLIMIT_FSIZE: 3000}, "prep", *given)
         assert failed.returncode == 1 and failed.stdout == ""
         assert (
             failed.stderr.startswith("error: ") and failed.stderr.count("\n") == 1 and "File too large" in failed.stderr
@@ -273,7 +273,7 @@ def test_a_full_disk(tmp_path: Path, python_texts: list[str], tokenizer_file: Pa
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", disk], check=False).returncode:
         pytest.skip("this container may not mount")
     try:
-        failed = limited({}, corpus, "--output", disk / "out", "--tokenizer", tokenizer_file)
+        failed = limited({}, "prep", corpus, "--output", disk / "out", "--tokenizer", tokenizer_file)
         assert failed.returncode == 1 and failed.stderr.count("\n") == 1
         assert failed.stderr.startswith("error: ") and "No space left" in failed.stderr
         assert not (disk / "out").exists()
@@ -288,10 +288,15 @@ def test_a_hundred_shards_with_few_open_files(tmp_path: Path, python_texts: list
         text = python_texts[number % 9][number * 20 :][:1500]
         (tmp_path / "in" / f"{number:03d}.jsonl").write_text(json.dumps({"text": text}) + "\n")
     given = [tmp_path / "in", "--output", tmp_path / "out", "--tokenizer", tokenizer_file, "--holdout", 0, "--json"]
-    done = limited({resource.RLIMIT_NOFILE: 64}, *given, "--workers", 4, "--shard-tokens", 500)
+    few = {resource.RLIMIT_NOFILE: 64}
+    done = limited(few, "prep", *given, "--workers", 4, "--shard-tokens", 1)
     assert done.returncode == 0, done.stderr
     split = json.loads(done.stdout)["splits"]["train"]
-    assert split["documents"] == 100 and len(split["shards"]) >= 50
+    assert split["documents"] == 100 and len(split["shards"]) == 100
+    for command in (["verify", tmp_path / "out"], ["inspect", tmp_path / "out", "--random", 3, "--json"]):
+        done = limited(few, "data", *command)
+        assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["shown"]) == 5
 
 
 class Waits(PipelineStep):
@@ -321,7 +326,7 @@ def test_an_end_waits_for_no_later_part(interrupted: bool, tmp_path: Path) -> No
 
 def test_two_preparations_into_one_folder(tmp_path: Path, corpus: Path, run_prep: Run, tokenizer_file: Path) -> None:
     given = [corpus, "--output", tmp_path / "out", "--tokenizer", tokenizer_file]
-    command = [sys.executable, "-c", PREP, "0.05", *map(str, given)]
+    command = [sys.executable, "-c", PREP, "0.05", "prep", *map(str, given)]
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.time() + 60
     while not (tmp_path / "out.partial" / "plan.pickle").exists():
