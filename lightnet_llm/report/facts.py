@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import shlex
 import statistics
@@ -27,6 +28,7 @@ def view(run: Run, color: str, several: bool) -> dict[str, Any]:
         "by_label": dict(tiles),
         "heldout": _heldout(run, color),
         "sample": run.sample,
+        "pictures": [(name, base64.b64encode(data).decode()) for name, data in run.pictures],
         "events": [_event(event) for event in events[-EVENTS_SHOWN:]],
         "more_events": max(0, len(events) - EVENTS_SHOWN),
         "environment": _environment(run),

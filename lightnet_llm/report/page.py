@@ -110,6 +110,7 @@ def _sections(runs: Sequence[Run], colors: Sequence[str]) -> list[tuple[str, lis
     loss = _loss_lines(pairs, several)
     by_tokens = [_over_tokens(line, run) for line, run in loss]
     bits = _validation_lines(pairs, several, "bits_per_byte")
+    top1 = _validation_lines(pairs, several, "top1")
     groups = [
         (
             "Loss",
@@ -123,6 +124,7 @@ def _sections(runs: Sequence[Run], colors: Sequence[str]) -> list[tuple[str, lis
                     chart("Loss over tokens", by_tokens, x_label="tokens", y_label="nats a token", clip_peaks=True),
                 ),
                 ("Validation, bits per byte", chart("Validation bits per byte", _only(bits), marks)),
+                ("Validation, top-1", chart("Validation top-1", _only(top1), marks)),
             ],
         ),
         (

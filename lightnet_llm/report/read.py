@@ -26,6 +26,7 @@ class Run:
         environments: one entry a start: versions, command, commit.
         heldout: result of ``lightnet eval --output RUN/heldout.json``, when there is one.
         sample: text of RUN/sample.txt, when there is one.
+        pictures: names and contents of RUN/*.png, such as of lightnet sample and of confusion matrices.
         damaged: lines of metrics.jsonl that are no JSON objects.
     """
 
@@ -39,6 +40,7 @@ class Run:
     environments: list[dict[str, Any]] = field(default_factory=list)
     heldout: dict[str, Any] | None = None
     sample: str | None = None
+    pictures: list[tuple[str, bytes]] = field(default_factory=list)
     damaged: int = 0
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
@@ -97,6 +99,7 @@ def read_run(path: str | Path) -> Run:
     if (folder / "environment.jsonl").is_file():
         run.environments = list(_json_lines(folder / "environment.jsonl", run))
     run.sample = _text(folder / "sample.txt")
+    run.pictures = [(path.stem, path.read_bytes()) for path in sorted(folder.glob("*.png"))]
     heldout = _text(folder / "heldout.json")
     if heldout is not None:
         try:

@@ -90,6 +90,15 @@ PAGE = """<!DOCTYPE html>
 <pre class="sample">{{ run.sample }}</pre>
 {% endfor %}
 
+{% for run in runs if run.pictures %}
+<h2>Pictures{{ run.suffix }}</h2>
+<div class="charts">
+{% for name, data in run.pictures %}<figure><h3>{{ name }}</h3>
+<img alt="{{ name }}" src="data:image/png;base64,{{ data }}" style="max-width:100%"></figure>
+{% endfor %}
+</div>
+{% endfor %}
+
 {% if differences %}
 <h2>What differs between the runs</h2>
 <div class="scroll"><table>

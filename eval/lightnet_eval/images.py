@@ -1,0 +1,113 @@
+"""Top-1 and top-5 of an image classifier on a split of its data, and which class it takes for which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightnet_llm.checkpoint.store import read_manifest, resolve
+from lightnet_llm.checkpoint.weights import folder_of, load_into, load_weights
+from lightnet_llm.config import RunConfig
+from lightnet_llm.errors import UserError
+from lightnet_llm.inference.load import choose_device, choose_dtype, read_config
+from lightnet_llm.models import ImageClassifier, initialize
+from lightnet_llm.models.parameters import spec_of
+from lightnet_llm.parallel.pipeline import Clock
+from lightnet_llm.training.image_data import folder_of as data_folder
+from lightnet_llm.training.image_tasks import ClassifierTask
+
+BATCH = 64
+
+
+def load_classifier(
+    path: str | Path, device: str | None = None, dtype: str | None = None, weights: str = "trained"
+) -> tuple[ImageClassifier, RunConfig, int]:
+    """A classifier in eval mode, its configuration and the step that gave it; arguments as of ``load_model``.
+
+    Raises:
+        UserError: no whole checkpoint there, or of another model.
+    """
+    folder = resolve(Path(path), warn=lambda line: None)
+    config = read_config(folder)
+    if config.model.head != "classifier":
+        raise UserError(f"{folder}: holds a {config.model.head}; name a run of head: classifier")
+    place = choose_device(device)
+    kind = choose_dtype(dtype, config, place)
+    model = ImageClassifier(config.model)
+    initialize(model, 0)
+    load_into(model, load_weights(folder, folder_of(weights)), str(folder))
+    model.to(place)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32 if spec_of(parameter).keep_fp32 else kind)
+    step = int(read_manifest(folder).get("state", {}).get("step", 0))
+    return model.eval().requires_grad_(False), config, step
+
+
+@torch.no_grad()
+def measure(
+    model: ImageClassifier,
+    config: RunConfig,
+    location: str | None = None,
+    limit: int | None = None,
+    progress: Callable[[int], object] = lambda count: None,
+) -> dict[str, Any]:
+    """Figures of a split, by the crop and the numbers of validation in training.
+
+    Args:
+        location: FOLDER/SPLIT; None: the held-out split of the run's data.
+        limit: only the first so many images.
+        progress: told how many images were done.
+
+    Returns:
+        loss in nats, top1, top5, images, class_names, and confusion[true class][predicted class] in images.
+    """
+    task, clock = ClassifierTask(config), Clock(0)
+    samples = task.held_out(location or f"{data_folder(config)}/validation")
+    count = min(samples.samples_per_epoch, limit or samples.samples_per_epoch)
+    classes = max(len(samples.classes), 1)
+    confusion, total = torch.zeros(classes, classes, dtype=torch.int64), torch.zeros(3, dtype=torch.float64)
+    device = model.head.weight.device
+    for first in range(0, count, BATCH):
+        batch = task.collate([samples[i] for i in range(first, min(first + BATCH, count))])
+        batch, rows = task.to_device(batch, device), len(batch["labels"])
+        seen: list[torch.Tensor] = []
+
+        def remember(images: torch.Tensor, context: Any, seen: list[torch.Tensor] = seen) -> Any:
+            output = model(images, context)
+            seen.append(output.logits)
+            return output
+
+        total += task.figures(remember, batch, clock).double().cpu() * rows
+        guesses = seen[0][:, :classes].argmax(1)
+        confusion.view(-1).index_add_(
+            0, (batch["labels"] * classes + guesses).cpu(), torch.ones(rows, dtype=torch.int64)
+        )
+        progress(rows)
+    means = dict(zip(("loss", "top1", "top5"), (total / count).tolist(), strict=True))
+    return {**means, "images": count, "class_names": samples.classes, "confusion": confusion.tolist()}
+
+
+def draw_confusion(facts: dict[str, Any], path: str | Path) -> None:
+    """The confusion matrix as a PNG: rows are true classes, shares of a row by colour, counts as numbers up to 20 classes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names, counts = facts["class_names"], torch.tensor(facts["confusion"], dtype=torch.float64)
+    shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    side = max(4.0, min(12.0, 0.55 * len(names) + 2))
+    figure, axes = pyplot.subplots(figsize=(side, side), layout="constrained")
+    axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
+    if len(names) <= 20:
+        axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
+        axes.set_yticks(range(len(names)), names)
+        for row, column in counts.nonzero().tolist():
+            color = "white" if shares[row, column] > 0.5 else "black"
+            axes.text(column, row, f"{int(counts[row, column])}", ha="center", va="center", color=color, fontsize=8)
+    axes.set(xlabel="predicted", ylabel="true", title=f"top-1 {facts['top1']:.2%} of {facts['images']:,} images")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,43 @@
+"""What ``lightnet eval`` does with an image classifier."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from ..errors import UserError
+
+
+def measure_images(
+    checkpoint: str,
+    location: str | None,
+    limit: int | None,
+    device: str | None,
+    dtype: str | None,
+    weights: str,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """Top-1 and top-5 on a split; ``output``: all figures as JSON, or the confusion matrix as ``.png``."""
+    from lightnet_data import sample_shards
+    from lightnet_eval.images import draw_confusion, load_classifier, measure
+    from tqdm import tqdm
+
+    if output is not None and not Path(output).absolute().parent.is_dir():
+        raise UserError(f"--output {output}: cannot be written; name a file in a folder that is there")
+    if location is not None and Path(location).is_dir():
+        location = f"{location.rstrip('/')}/validation"
+    if location is not None and not sample_shards.is_samples(location.rpartition("/")[0]):
+        raise UserError(f"--data {location}: name a folder of lightnet data images, or FOLDER/SPLIT")
+    model, config, step = load_classifier(checkpoint, device, dtype, weights)
+    with tqdm(file=sys.stderr, leave=False, delay=1, desc="eval", unit="images") as bar:
+        facts = measure(model, config, location, limit, bar.update)
+    if output is not None and output.endswith(".png"):
+        draw_confusion(facts, output)
+    elif output is not None:
+        Path(output).write_text(json.dumps({"step": step, **facts}, indent=1) + "\n", encoding="utf-8")
+    shown = f"{facts['images']:,} images of step {step:,}: top-1 {facts['top1']:.2%}, top-5 {facts['top5']:.2%}, "
+    click.echo(json.dumps({"step": step, **facts}) if as_json else f"{shown}{facts['loss']:.4f} nats")

@@ -1,0 +1,76 @@
+"""Figures of an image classifier, by the command as well."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from click.testing import CliRunner
+from lightnet_data.image_dataset import ImageSamples
+from lightnet_eval.images import load_classifier, measure
+
+from lightnet_llm.cli import main
+from lightnet_llm.config import load_config
+from lightnet_llm.models import ImageClassifier, initialize
+from lightnet_llm.report import write_report
+from lightnet_llm.training.image_tasks import ClassifierTask
+from tests.parallel.images import write_classifier
+from tests.unit.inference.toy import save
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    config = load_config(str(write_classifier(folder)))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    model = ImageClassifier(config.model)
+    initialize(model, 5)
+    model.head.weight.data.mul_(50)
+    save(model, folder, 3)  # type: ignore[arg-type]
+    return folder
+
+
+def test_figures_are_those_of_the_definition(run: Path) -> None:
+    model, config, step = load_classifier(run, "cpu")
+    facts = measure(model, config)
+    samples = ClassifierTask(config).held_out(f"{config.data.path}/validation")
+    assert step == 3 and facts["images"] == samples.samples_per_epoch == 12 and facts["class_names"] == ["a", "b", "c"]
+    confusion, losses = np.zeros((3, 3), int), []
+    mean, std = (torch.tensor(x).view(3, 1, 1) for x in (config.augmentation.mean, config.augmentation.std))
+    for i in range(12):
+        pixels = (torch.from_numpy(samples[i]["image"]).float() / 255 - mean) / std
+        logits = model(pixels[None]).logits[0].log_softmax(0)
+        confusion[samples[i]["label"], int(logits.argmax())] += 1
+        losses.append(-float(logits[samples[i]["label"]]))
+    assert facts["confusion"] == confusion.tolist() and abs(facts["loss"] - np.mean(losses)) < 1e-5
+    assert facts["top1"] == pytest.approx(confusion.trace() / 12) and facts["top5"] == pytest.approx(1.0)
+    assert measure(model, config, limit=5)["images"] == 5
+    assert isinstance(samples, ImageSamples)
+
+
+def test_the_command_and_the_report(run: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["eval", str(run), "--output", str(run / "confusion.png")])
+    assert result.exit_code == 0 and "12 images of step 3: top-1 " in result.stdout
+    assert (run / "confusion.png").read_bytes().startswith(b"\x89PNG")
+    split = f"{load_config(str(run / 'config.yaml')).data.path}/train"
+    result = CliRunner().invoke(
+        main, ["eval", str(run), "--json", "--data", split, "--output", str(tmp_path / "x.json")]
+    )
+    assert json.loads(result.stdout)["images"] == 36 == json.loads((tmp_path / "x.json").read_text())["images"]
+    (run / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 1.0}\n{"step": 1, "validation": {"heldout": {"top1": 0.5}}}\n'
+    )
+    page = write_report([run]).read_text()
+    assert "data:image/png;base64,iVBOR" in page and "Validation, top-1" in page
+
+
+def test_what_is_refused(run: Path, tmp_path: Path) -> None:
+    for arguments, words in (
+        ([str(run), "--data", str(tmp_path)], "name a folder of lightnet data images"),
+        ([str(run), "--weights", "ema"], "holds no exponential average"),
+        ([str(run), "--output", "nowhere/x.png"], "nowhere/x.png: cannot be written"),
+    ):
+        result = CliRunner().invoke(main, ["eval", *arguments])
+        assert result.exit_code == 1 and words in result.stderr and result.stderr.count("\n") == 1
