@@ -101,3 +101,33 @@ def test_resumed_and_moved(head: str, moved: list[str], ranks: Ranks, tmp_path: 
     check(rows, one.rows)
     mine, theirs = (load_weights(resolve(run, print), AVERAGE) for run in (tmp_path / "run", one.folder / "one"))
     assert all((mine[name] - x).abs().max() < 1e-5 for name, x in theirs.items()), "the average goes along"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head", "world", "overrides"),
+    [
+        ("classifier", 1, []),
+        ("classifier", 2, ["parallel.zero_stage=3"]),
+        ("classifier", 2, ["parallel.pipeline=2"]),
+        ("denoiser", 2, ["parallel.tensor=2"]),
+        ("denoiser", 2, ["parallel.sequence=2", "parallel.zero_stage=2"]),
+    ],
+)
+def test_bf16_stays_beside_fp32(
+    head: str, world: int, overrides: list[str], ranks: Ranks, tmp_path: Path, heads: Any
+) -> None:
+    one = heads(head)
+    rows = ranks.train(world, one.config, ["train.precision=bf16", *overrides], tmp_path, "run")
+    found, wanted = steps_of(rows, *FIELDS), steps_of(one.rows, *FIELDS)
+    for step in range(1, 11):
+        assert abs(found[step][0] / wanted[step][0] - 1) < 5e-3 and found[step][2:] == wanted[step][2:], step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["classifier", "denoiser"])
+def test_a_peer_with_softmax(head: str, ranks: Ranks, tmp_path: Path, heads: Any) -> None:
+    peer = ["model.mixer=softmax", "model.lrpe=false", "train.steps=6"]
+    one = ranks.train(1, heads(head).config, peer, tmp_path, "one")
+    check(ranks.train(4, heads(head).config, [*peer, "parallel.tensor=2"], tmp_path, "run"), one)
+    assert steps_of(one, "loss")[6] != steps_of(heads(head).rows, "loss")[6]
