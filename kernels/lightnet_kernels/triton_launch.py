@@ -7,6 +7,7 @@ Triton compiles a kernel when it is first launched, one after the other: `compil
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
 from .triton_replay import active
 
+_NOTHING = contextlib.nullcontext()
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
@@ -69,7 +71,7 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         if tape is None:
             _start(kernel, grid, arguments, constants)
             return
-        with _disable_current_modes():
+        with _disable_current_modes() if knobs.runtime.interpret else _NOTHING:  # which computes with torch
             tape.launched(*_start(kernel, grid, arguments, constants))
 
     return start

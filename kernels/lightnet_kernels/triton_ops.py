@@ -48,10 +48,9 @@ def _forward(
     cu_seqlens: Any, silu: bool, return_state: bool,
 ) -> Any:  # fmt: skip
     bounds = _bounds(cu_seqlens, query)
-    return _run_forward(query, key, value, theta, initial_max, initial_sum, initial_kv, bounds, silu, return_state)
+    return _replay_forward(query, key, value, theta, initial_max, initial_sum, initial_kv, bounds, silu, return_state)
 
 
-@replayed
 def _run_forward(query, key, value, theta, initial_max, initial_sum, initial_kv, bounds, silu, return_state):
     arguments = (
         query, key, value, None if theta is None else theta.contiguous(),
@@ -61,6 +60,14 @@ def _run_forward(query, key, value, theta, initial_max, initial_sum, initial_kv,
                       lambda: triton_scan.forward(*arguments))  # fmt: skip
     output, state, found = triton_scan.forward(*arguments)
     return output, *(state or (None,) * 3), *found
+
+
+def _prepare_forward(*arguments: Any) -> None:
+    query, _, value, theta, *_, bounds, silu, _ = arguments
+    triton_scan.tables_of(query, triton_scan.shape_of(query, value, theta, silu), bounds)
+
+
+_replay_forward = replayed(_run_forward, _prepare_forward)
 
 
 def _fake_forward(query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, silu, return_state):
@@ -86,10 +93,9 @@ def _gradients(
     cu_seqlens: Any, *others: Any,
 ) -> Any:  # fmt: skip
     bounds = _bounds(cu_seqlens, query)
-    return _run_gradients(grad, query, key, value, theta, initial_max, initial_sum, initial_kv, bounds, *others)
+    return _replay_gradients(grad, query, key, value, theta, initial_max, initial_sum, initial_kv, bounds, *others)
 
 
-@replayed
 def _run_gradients(
     grad, query, key, value, theta, initial_max, initial_sum, initial_kv, bounds, kv, enter, leave, mass, flag, cos, sin,
     turn, final_max, final_kv, grad_sum, grad_kv, silu,
@@ -104,6 +110,13 @@ def _run_gradients(
     compiled_together(("backward", *_case(query, value, *arguments[4:6], silu, final is None)), query.device,
                       lambda: triton_scan.backward(*arguments))  # fmt: skip
     return triton_scan.backward(*arguments)
+
+
+def _prepare_gradients(_grad: Tensor, *arguments: Any) -> None:
+    _prepare_forward(*arguments[:8], arguments[-1], False)  # up to the bounds; silu
+
+
+_replay_gradients = replayed(_run_gradients, _prepare_gradients)
 
 
 def _fake_gradients(grad, query, key, value, theta, initial_max, initial_sum, initial_kv, *_):

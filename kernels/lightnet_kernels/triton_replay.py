@@ -2,7 +2,8 @@
 
 A call of the scan makes some 20 tensors and starts 13 kernels; working out their shapes, strides and compiled forms takes
 the host longer than the card takes to run them. All that depends on the inputs' layout alone. `replayed` notes it the
-second time a layout is met (the first may compile, and fill caches) and from then on only repeats the steps.
+second time a layout is met (the first may compile, and fill caches), other bounds of segments at once, and from then on
+only repeats the steps.
 
 Unlike a CUDA graph a recording holds no memory and no addresses: every replay allocates anew, frees each tensor after its
 last use, and reads whatever tensors it is given.
@@ -28,6 +29,7 @@ RECORDINGS = 512  # layouts remembered; packed documents bring new ones with eve
 
 _local = threading.local()
 _recordings: OrderedDict[Any, Any] = OrderedDict()
+_layouts: set[Any] = set()  # met so far, but for bounds of segments
 
 
 def active() -> Tape | None:
@@ -152,8 +154,11 @@ class Recording:
         kept = {*tape.constants, *(slot for slot in output if slot is not None), *range(tape.inputs)}
         self.on_card = False
         self.steps: list[tuple[Any, ...]] = []
-        for place, step in enumerate(tape.steps):
-            free = [slot for slot, last in tape.uses.items() if last == place and slot not in kept]
+        frees: list[list[int]] = [[] for _ in tape.steps]
+        for slot, last in tape.uses.items():
+            if slot not in kept:
+                frees[last].append(slot)
+        for step, free in zip(tape.steps, frees, strict=True):
             if step[0] == "launch":
                 _, run, grid, slots, rest = step
                 self.on_card = rest is not None
@@ -196,12 +201,15 @@ class Recording:
         return output[0] if self.single else output
 
 
-def replayed(run: Callable[..., Any]) -> Callable[..., Any]:
+def replayed(run: Callable[..., Any], prepare: Callable[..., None] | None = None) -> Callable[..., Any]:
     """A function of tensors, None, numbers and tuples of numbers that returns a new tensor or a tuple of new
     tensors and None. The first is a tensor; its device becomes the current one.
 
     What it does must follow from its arguments other than tensors, and from the tensors' shapes, strides and dtypes: all
     tensors it reads are arguments or do not change. Where it looks at a tensor's values it is simply run.
+
+    `prepare`, of the same arguments, fills the caches that depend on bounds of segments. With it other bounds of a layout
+    that was met are recorded at once: every batch of packed documents has its own, for the layers to share.
     """
 
     @functools.wraps(run)
@@ -219,12 +227,18 @@ def replayed(run: Callable[..., Any]) -> Callable[..., Any]:
             if len({id(x) for x in inputs}) < len(inputs):
                 return run(*arguments)  # a recording could not tell which of the two a step reads
             name = (*key, device)
-            known = _recordings.get(name)
+            known: Any = _recordings.get(name)
             if known is None:
-                _recordings[name] = "met"
-                while len(_recordings) > RECORDINGS:
+                while len(_recordings) >= RECORDINGS:
                     _recordings.popitem(last=False)
-                return run(*arguments)
+                _recordings[name] = known = "met"
+                layout = tuple(x for x in name if type(x) is not tuple)
+                if prepare is None or layout not in _layouts:
+                    if len(_layouts) >= RECORDINGS:
+                        _layouts.clear()
+                    _layouts.add(layout)
+                    return run(*arguments)
+                prepare(*arguments)
             if known == "plain" or active() is not None or getattr(knobs.runtime.launch_enter_hook, "calls", None):
                 return run(*arguments)
             if known != "met":

@@ -123,6 +123,11 @@ def shape_of(query: Tensor, value: Tensor, theta: Tensor | None, silu: bool) -> 
     return Shape(heads, width, value.shape[3], theta is not None, silu, query.dtype == torch.float32)
 
 
+def tables_of(query: Tensor, shape: Shape, bounds: tuple[int, ...] | None) -> Tables:
+    """How the tokens of a call are cut."""
+    return tables(query.shape[0], query.shape[1], bounds, BLOCK, shape.heads * shape.chains, query.device)
+
+
 def rows_of(x: Tensor) -> Tensor:
     """The tensor with features side by side, and rows and heads near enough for 32-bit offsets within a block's tokens."""
     near = max(x.stride(1) * BLOCK, x.stride(2) * x.shape[2]) < 2**31
@@ -265,7 +270,7 @@ def forward(
 ) -> tuple[Tensor, tuple[Tensor, ...] | None, Blocks]:
     """Output [B, N, H, Dv], contiguous; if asked for, the state's max, sum and kv; and what the backward pass needs."""
     shape = shape_of(query, value, theta, silu)
-    table = tables(*query.shape[:2], bounds, BLOCK, shape.heads * shape.chains, query.device)
+    table = tables_of(query, shape, bounds)
     query, key, value = rows_of(query), rows_of(key), rows_of(value)
     output = torch.empty_like(value, memory_format=torch.contiguous_format)
     final = None
@@ -317,7 +322,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of query, key, value, theta, and of the initial state's sum and kv."""
     shape = shape_of(query, value, theta, silu)
-    table = tables(*query.shape[:2], bounds, BLOCK, shape.heads * shape.chains, query.device)
+    table = tables_of(query, shape, bounds)
     query, key, value, grad = rows_of(query), rows_of(key), rows_of(value), rows_of(grad)
     heads, device, kernels = shape.heads, query.device, backward_kernels
     blocks, spans, sequences = table.blocks.shape[0], table.spans.shape[0], table.lengths.shape[0]

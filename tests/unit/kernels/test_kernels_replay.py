@@ -1,6 +1,7 @@
 """Calls repeated from a recording give what the call itself gives, for whatever tensors, and forget what they need not keep."""
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ inside = pytest.mark.skipif(not INSIDE, reason="run by test_table_under_the_inte
 @pytest.fixture(autouse=True)
 def _nothing_recorded():
     triton_replay._recordings.clear()
+    triton_replay._layouts.clear()
 
 
 def recorded() -> list[Recording]:
@@ -110,6 +112,23 @@ def test_tensors_go_after_their_last_use():
     recording.steps = steps
     assert run(x).tolist() == [7.0] * 3
     assert seen == [[], [True], [False, True]]
+
+
+def test_other_bounds_are_recorded_at_once():
+    """After what depends on them is prepared."""
+    prepared, ran = [], []
+
+    def sums(x, bounds):
+        ran.append(bounds)
+        return torch.stack([x[one:two].sum() for one, two in itertools.pairwise(bounds)])
+
+    run = replayed(sums, lambda x, bounds: prepared.append(bounds))
+    cuts = [(0, 3, 8), (0, 3, 8), (0, 5, 8), (0, 5, 8), (0, 1, 8), (0, 3, 8)]
+    for seed, bounds in enumerate(cuts):
+        (x,) = draw(seed, (8,))
+        assert torch.equal(run(x, bounds), sums(x, bounds))
+        ran.pop()
+    assert prepared == [(0, 5, 8), (0, 1, 8)] and ran == [(0, 3, 8), (0, 3, 8), (0, 5, 8), (0, 1, 8)]
 
 
 def test_recordings_are_few():
