@@ -1,18 +1,13 @@
 """Where the tasks of a stage run: processes of this machine, a Slurm array, or a Ray cluster, by datatrove's executors."""
 
 import contextlib
-import ctypes
 import io
 import logging
-import multiprocessing
-import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +17,9 @@ from datatrove.data import DocumentsPipeline
 from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
+from lightnet_data import workers as processes
 from lightnet_data.errors import DataError
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 KINDS = ("local", "slurm", "ray")
 
 
@@ -89,12 +84,10 @@ class LocalExecutor(LocalPipelineExecutor):
                 self._quiet(rank)
                 done(rank)
             return
-        method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-        context = multiprocessing.get_context(method)
         running: dict[Future[None], int] = {}
         failed: dict[int, BaseException] = {}
         workers = min(self.workers, len(ranks) or 1)
-        pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(os.getpid(),))
+        pool = processes.pool(workers)
         waiting = iter(ranks)
         try:
             # After a failure only what may fail earlier in the corpus is waited for.
@@ -112,19 +105,17 @@ class LocalExecutor(LocalPipelineExecutor):
         except BrokenProcessPool as broken:  # of a task that was handed to it just then
             failed.setdefault(len(ranks), broken)
         finally:  # also after Ctrl-C: a part is whole or not there, so that nothing need be waited for
-            processes = list((pool._processes or {}).values())
+            started = list((pool._processes or {}).values())
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in processes if running else ():
+            for process in started if running else ():
                 process.kill()
-            for process in processes:
+            for process in started:
                 process.join()
         if not failed:
             return
         first = failed[min(failed)]
         if isinstance(first, BrokenProcessPool):
-            raise DataError(
-                f"a worker process died, most likely for want of memory; use fewer than --workers {self.workers}"
-            ) from None
+            raise processes.died(self.workers) from None
         raise first
 
     def _quiet(self, rank: int) -> None:
@@ -134,14 +125,6 @@ class LocalExecutor(LocalPipelineExecutor):
 
 def _nothing(rank: int = 0) -> None:
     pass
-
-
-def _start_worker(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    if sys.platform == "linux":  # a killed parent takes its workers along, which would wait for ever and hold the lock
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def run(

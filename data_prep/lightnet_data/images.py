@@ -4,6 +4,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -14,6 +15,7 @@ import numpy as np
 import xxhash
 
 from lightnet_data import image_sources, manifest, pictures, sample_shards
+from lightnet_data import workers as processes
 from lightnet_data.errors import DataError
 from lightnet_data.image_sources import Item
 from lightnet_data.output import OutputFolder, settle
@@ -281,10 +283,12 @@ def _looked_at(items: list[Item], options: ImageOptions, workers: int) -> Iterat
         for batch in batches:
             yield from zip(batch, look(batch), strict=True)
         return
-    with ProcessPoolExecutor(workers) as pool:
+    with processes.pool(workers) as pool:
         try:
             for batch, found in _ahead(pool, look, batches, 2 * workers):
                 yield from zip(batch, found, strict=True)
+        except BrokenProcessPool:
+            raise processes.died(workers) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

@@ -2,11 +2,15 @@
 
 import io
 import json
+import subprocess
+import sys
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 from lightnet_data import image_sources, pictures, sample_shards
@@ -324,3 +328,52 @@ def test_items_of_a_tar_are_ranges_of_it(tmp_path: Path) -> None:
         items = image_sources.listing(place).items
         assert sorted(item.read() for item in items) == sorted(content.values())
         assert [item.name for item in items] == sorted(item.name for item in items)
+
+
+# The command line in a process of its own, each image slowed.
+SLOWLY = """
+import sys, time
+from lightnet_data import pictures
+from lightnet_llm.cli import main
+original = pictures.check
+def slowly(*arguments):
+    time.sleep(0.05)
+    return original(*arguments)
+pictures.check = slowly
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("which", ["the command", "a worker"])
+def test_killed_and_run_again(which: str, tmp_path: Path) -> None:
+    """Nothing is left that looks whole, no worker outlives the command, and the next run is as if nothing had been."""
+    content = {f"{CLASSES[i % 3]}/{i}.png": picture(i) for i in range(300)}
+    given = ["images", as_folder(tmp_path / "in", content), "--workers", 2]
+    assert run(*given, "--output", tmp_path / "whole").exit_code == 0
+    command = [sys.executable, "-c", SLOWLY, "data", *map(str, given), "--output", f"{tmp_path}/out"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    tar = tmp_path / "out.partial" / "out" / "train-000000.tar"
+    while not tar.is_file() or len(psutil.Process(process.pid).children()) < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    workers = psutil.Process(process.pid).children()
+    if which == "a worker":
+        workers[0].kill()
+        message = process.communicate(timeout=120)[1]
+        assert (
+            process.returncode == 1 and message.startswith("error: a worker process died") and message.count("\n") == 1
+        )
+        assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == []
+    else:
+        process.kill()
+        process.wait()
+        assert not psutil.wait_procs(workers, timeout=60)[1]
+        assert not (tmp_path / "out").exists()
+        assert "no manifest" in run("verify", tmp_path / "out.partial").output
+    again = run(*given, "--output", tmp_path / "out")
+    assert again.exit_code == 0, again.stderr
+    for path in (tmp_path / "whole").iterdir():
+        if path.name != "manifest.json":
+            assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    assert not (tmp_path / "out.partial").exists()
