@@ -54,12 +54,6 @@ class Row:
         shared = " with shared tokens" if self.choice.tensor_sequence_parallel and self.choice.tensor > 1 else ""
         return f"{axes}{shared}, ZeRO {self.choice.zero_stage}"
 
-    def overrides(self) -> str:
-        """As arguments of ``lightnet train``."""
-        fields = {f"parallel.{key}": value for key, value in vars(self.choice).items()}
-        fields |= {"parallel.recompute_every": self.recompute_every, "train.micro_batch": self.micro_batch}
-        return " ".join(f"{key}={str(value).lower()}" for key, value in fields.items())
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -115,6 +109,18 @@ class Plan:
         """To the end of the budget, without saving and validation."""
         return self.tokens / self.tokens_per_second(row) / 86400
 
+    def overrides(self, row: Row) -> list[str]:
+        """What of the configuration has to change for a layout, as arguments of ``lightnet train``."""
+        config = self.config
+        now = {f"parallel.{key}": value for key, value in vars(choice_of(config)).items()}
+        now |= {
+            "parallel.recompute_every": config.parallel.recompute_every,
+            "train.micro_batch": config.train.micro_batch,
+        }
+        new = {f"parallel.{key}": value for key, value in vars(row.choice).items()}
+        new |= {"parallel.recompute_every": row.recompute_every, "train.micro_batch": row.micro_batch}
+        return [f"{key}={str(value).lower()}" for key, value in new.items() if value != now[key]]
+
     def reason(self) -> str:
         """Why the recommended layout, in one sentence."""
         row = self.recommended
@@ -130,9 +136,14 @@ class Plan:
         more = other.time.total / row.time.total - 1
         what, seconds = max(_differences(row, other).items(), key=lambda item: item[1], default=("", 0.0))
         why = f", most of it {what} (+{seconds:.2g} s)" if seconds > 0 and more > 0 else ""
-        return (
-            f"{start}, {row.time.total:.3g} s; {other.name()}, the next in other sizes, takes {100 * more:+.0f} %{why}."
+        longer = (
+            f"{100 * more:.1f} % longer{why}"
+            if more >= 5e-4
+            else "as long"
+            if more > -5e-4
+            else f"{-100 * more:.1f} % less"
         )
+        return f"{start}, {row.time.total:.3g} s; {other.name()}, the next in other sizes, takes {longer}."
 
     def _none_fits(self) -> str:
         least = min(self.rows, key=lambda row: row.memory.total)
@@ -302,8 +313,8 @@ def _sizes(row: Row) -> tuple[int, ...]:
 
 
 def _simplicity(row: Row) -> tuple[object, ...]:
-    """Fewest axes, no recomputation, ZeRO 1, then the faster; ties by sizes."""
-    axes = sum(size > 1 for size in _sizes(row))
+    """Fewest axes beside data, no recomputation, ZeRO 1, then the faster."""
+    axes = sum(size > 1 for size in _sizes(row)[:3])
     stage = row.choice.zero_stage
     return axes, row.recompute_every > 0, abs(stage - 1), stage, row.choice.tensor_sequence_parallel, row.time.total
 

@@ -36,7 +36,7 @@ def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
         "recommended": {
             **_row(plan, recommended, price),
             "reason": plan.reason(),
-            "overrides": recommended.overrides().split(),
+            "overrides": plan.overrides(recommended),
         },
         "configured": _row(plan, plan.configured, price) if plan.configured is not None else {"refused": plan.problem},
     }
@@ -91,7 +91,7 @@ def lines(
         *_table(plan, price, every_row),
         "",
         f"recommended: {plan.reason()}",
-        f"  lightnet train {shlex.join(given or [str(config.train.name)])} {best.overrides()}",
+        f"  lightnet train {shlex.join([*(given or [str(config.train.name)]), *plan.overrides(best)])}",
         f"  memory of a card, {_stage(best)}GiB: {_kinds(best)}, together {best.memory.total / GIB:.1f} of "
         f"{hardware.memory_bytes / GIB:.1f}; peak in {best.memory.peak}",
         f"  a step, s: {_times(best)}",
@@ -118,7 +118,7 @@ def lines(
 def _table(plan: Plan, price: float | None, every_row: bool) -> list[str]:
     head = ["layout", "parameters", "micro (largest)", "recompute", "GiB", "step s", "tokens/s", "MFU", "days"]
     head += ["cost"] if price is not None else []
-    shown = plan.rows if every_row else plan.fitting[:SHOWN]
+    shown = plan.rows if every_row else _best_of_each(plan.fitting)[:SHOWN]
     rows = []
     for row in shown:
         total, fits = row.memory.total / GIB, row.refused is None
@@ -156,6 +156,15 @@ def _table(plan: Plan, price: float | None, every_row: bool) -> list[str]:
     if left:
         text.append(f"{left} more legal layouts ({fitting} of them fit): --all")
     return [line.rstrip() for line in text]
+
+
+def _best_of_each(rows: list[Row]) -> list[Row]:
+    """The first of each sizes: ZeRO stages often differ little."""
+    found: dict[tuple[object, ...], Row] = {}
+    for row in rows:
+        choice = row.choice
+        found.setdefault((choice.tensor, choice.pipeline, choice.sequence, choice.tensor_sequence_parallel), row)
+    return list(found.values())
 
 
 def _stage(row: Row) -> str:

@@ -8,7 +8,7 @@ the product of the sizes up to it does. Collectives are counted as rings: an all
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..parallel.legality import Choice
 from .activations import Work
@@ -36,7 +36,11 @@ class Moved:
 
 
 def link_of(choice: Choice, axis: str, data: int, hardware: Hardware) -> Link:
-    """The slowest link between the ranks of a group along an axis."""
+    """The slowest link between the ranks of a group along an axis.
+
+    A ring over several hosts passes through all of a group's cards in each and leaves by each one's own port, so it has
+    the bandwidth of as many ports as the group has cards in a host, up to NVLink's. A message has one port.
+    """
     span = choice.tensor
     if axis != "tensor":
         span *= choice.sequence
@@ -44,7 +48,16 @@ def link_of(choice: Choice, axis: str, data: int, hardware: Hardware) -> Link:
         span *= data
     if axis == "pipeline":
         span *= choice.pipeline
-    return hardware.nvlink if span <= hardware.per_node else hardware.infiniband
+    if span <= hardware.per_node:
+        return hardware.nvlink
+    port = hardware.infiniband
+    if axis == "pipeline":
+        return port
+    apart = (
+        1 if axis == "tensor" else choice.tensor
+    )  # ranks between neighbours; data-parallel groups hold sequences, too
+    ports = max(1, hardware.per_node // apart)
+    return replace(port, bytes_s=min(hardware.nvlink.bytes_s, ports * port.bytes_s))
 
 
 def ring(size: int, ranks: int, passes: int) -> int:

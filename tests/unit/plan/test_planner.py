@@ -125,7 +125,7 @@ def test_the_recommendation_can_be_run() -> None:
         row = found.recommended
         assert row.refused is None
         assert row.time.total <= planner.ALIKE * min(other.time.total for other in found.fitting)
-        run = load_config(name, row.overrides().split())
+        run = load_config(name, found.overrides(row))
         assert problem(run, choice_of(run), world) is None
         assert choice_of(run) == row.choice
         assert run.train.global_batch == row.micro_batch * row.accumulation * row.data
@@ -167,6 +167,15 @@ def test_links() -> None:
     assert [link_of(choice, axis, 2, h100).name for axis in ("tensor", "sequence", "data", "pipeline")] == [
         "NVLink", "NVLink", "NVLink", "InfiniBand",
     ]  # fmt: skip
+
+
+def test_a_ring_over_hosts_has_all_ports() -> None:
+    h100 = load_hardware("h100")
+    port = h100.infiniband.bytes_s
+    assert link_of(Choice(1, 1, 1, 1, False), "data", 16, h100).bytes_s == min(8 * port, h100.nvlink.bytes_s)
+    assert link_of(Choice(4, 1, 1, 1, False), "data", 4, h100).bytes_s == 2 * port
+    assert link_of(Choice(8, 1, 1, 1, False), "data", 4, h100).bytes_s == port
+    assert link_of(Choice(2, 2, 1, 1, False), "pipeline", 8, h100).bytes_s == port
 
 
 def test_step_time_adds_up() -> None:
