@@ -188,11 +188,12 @@ def weak(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def longest(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Longer and longer sequences on one card until one does not fit, to a sixteenth of the last step."""
+    """Longer and longer sequences on one card (or on --ranks) until one does not fit, to a sixteenth of the last step."""
     rows: list[dict[str, Any]] = []
+    ranks = arguments.ranks[0]
 
     def fits(tokens: int) -> bool:
-        rows.append(job(arguments, tokens, 1, 2, arguments.seconds))
+        rows.append(job(arguments, tokens, ranks, 2, arguments.seconds))
         show(rows[-1])
         return "failed" not in rows[-1]
 
@@ -206,7 +207,7 @@ def longest(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     while high - low > max(size // 8, 1):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    print(f"longest on one card: {low:,} tokens ({high:,} do not fit)", flush=True)
+    print(f"longest on {ranks} cards: {low:,} tokens ({high:,} do not fit)", flush=True)
     return rows
 
 
