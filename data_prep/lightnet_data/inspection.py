@@ -151,13 +151,13 @@ def _all_lengths(folder: Path, split: str) -> NDArray[np.int32]:
 def _shown(folder: Path, split: str, first: int, drawn: int, seed: int, indices: Sequence[int]) -> list[Shown]:
     if not (first or drawn or indices):
         return []
-    reader = DocumentReader(folder / split) if _documents_apart(folder, split) else []
-    total = len(reader)
+    reader = DocumentReader(folder / split) if _documents_apart(folder, split) else None
+    total = 0 if reader is None else len(reader)
     for index in indices:
         if not 0 <= index < total:
             raise DataError(f"{folder}: no document {index} in {split}; it has {total}, the first is 0")
     chosen = [*range(min(first, total)), *random.Random(seed).sample(range(total), min(drawn, total)), *indices]
-    if not chosen:
+    if reader is None or not chosen:
         return []
     tokenizer = Tokenizer.load(folder)
     shown = []

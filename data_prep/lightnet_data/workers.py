@@ -1,10 +1,13 @@
 """Worker processes that end with the process that started them, however that ends."""
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 from lightnet_data.errors import DataError
@@ -16,7 +19,27 @@ def pool(workers: int) -> ProcessPoolExecutor:
     """A pool of so many processes, forked where that can be."""
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
-    return ProcessPoolExecutor(workers, context, initializer=_start, initargs=(os.getpid(),))
+    made = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(os.getpid(),))
+    with _later() as interrupted:  # one in the middle of a fork would leave a process that nobody knows of
+        made.submit(os.getpid)  # starts them all
+    if interrupted:
+        made.shutdown(cancel_futures=True)
+        raise KeyboardInterrupt
+    return made
+
+
+@contextlib.contextmanager
+def _later() -> Iterator[list[int]]:
+    """Keeps Ctrl-C back, and gives the list of those that came."""
+    met: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # never met there
+        yield met
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: met.append(number))
+    try:
+        yield met
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def died(workers: int) -> DataError:

@@ -19,6 +19,7 @@ import pytest
 from click.testing import Result
 from datatrove.pipeline.base import PipelineStep
 from lightnet_data import manifest, pipeline
+from lightnet_data import workers as processes
 from lightnet_data.documents import DocumentReader
 from lightnet_data.errors import DataError
 from lightnet_data.executors import LocalExecutor
@@ -378,3 +379,23 @@ def test_ends_of_documents_and_parts_add_up(
     tokens = np.fromfile(tmp_path / "parts" / "train.bin", dtype=np.uint16)
     assert tokens.tolist() == expected.tolist()
     assert (tokens == store.eod_id).sum() == len(store) == len(texts) == manifest.load(tmp_path / "parts")["documents"]
+
+
+def test_ctrl_c_while_workers_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a fork it would leave a process behind that is in no list, and that the exit waits for."""
+    others, fork = psutil.Process().children(), os.fork
+
+    def interrupted() -> int:
+        child = fork()
+        if child:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        return child
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fork", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            processes.pool(2)
+    assert not [child for child in psutil.Process().children() if child not in others]
+    with processes.pool(2) as pool:
+        assert pool.submit(max, 1, 2).result() == 2
