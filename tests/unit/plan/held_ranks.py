@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -133,9 +134,14 @@ def main(path: str, cases: str) -> None:
                 if pid == 0:
                     _rank(rank, world, port, config, output)
                 pids.append(pid)
-            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-            if any(codes):
-                raise SystemExit(f"{overrides} on {world} ranks: exit codes {codes}")
+            left = set(pids)
+            while left:
+                pid, status = os.wait()
+                left.discard(pid)
+                if status:  # the others would wait for it
+                    for other in left:
+                        os.kill(other, signal.SIGKILL)
+                    raise SystemExit(f"{overrides}: rank {pids.index(pid)} of {world} failed")
             print(json.dumps([json.loads(output.read_text()) for output in outputs]), file=answers, flush=True)
 
 
