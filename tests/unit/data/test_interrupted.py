@@ -247,7 +247,7 @@ def limited(limits: dict[int, int], *arguments: object) -> subprocess.CompletedP
             resource.setrlimit(what, (value, value))
 
     command = [sys.executable, "-c", PREP, "0", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, timeout=300, check=False)
 
 
 def test_a_disk_that_takes_no_more(tmp_path: Path, corpus: Path, run_prep: Run, tokenizer_file: Path) -> None:
