@@ -92,7 +92,12 @@ class Tape(TorchDispatchMode):
         ]
         for slot in slots:
             self.uses.setdefault(slot, len(self.steps))
-        self.steps.append(("op", func, template, slots if several else slots[0]))
+        quick = None if several or kwargs.get("pin_memory") else _quick(func, args, out)
+        if quick is None:
+            self.steps.append(("op", func, template, slots if several else slots[0]))
+        else:
+            do, reads = quick
+            self.steps.append(("op", do, (tuple(_Slot(self.of[id(x)]) for x in reads), {}), slots[0]))
         return out
 
     def _template(self, x: Any) -> Any:
@@ -121,6 +126,29 @@ class Tape(TorchDispatchMode):
                 return None
             places.append(slot)
         return Recording(self, places, isinstance(output, Tensor))
+
+
+_aten = torch.ops.aten
+_EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.default, _aten.empty_strided.default}
+_ZERO = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
+
+
+def _quick(func: Any, args: Any, out: Tensor) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None:
+    """What gives the same as an operator that allocates or views, in a few microseconds less, and the tensors it takes."""
+    if func in _EMPTY:
+        return functools.partial(
+            torch.empty_strided, tuple(out.shape), out.stride(), dtype=out.dtype, device=out.device
+        ), ()
+    if func in _ZERO and out.is_contiguous():
+        return functools.partial(torch.zeros, tuple(out.shape), dtype=out.dtype, device=out.device), ()
+    if func.is_view and isinstance(args[0], Tensor) and out.dtype == args[0].dtype and out.layout == torch.strided:
+        size, stride, further = tuple(out.shape), out.stride(), out.storage_offset() - args[0].storage_offset()
+
+        def view(x: Tensor) -> Tensor:
+            return x.as_strided(size, stride, x.storage_offset() + further)
+
+        return view, (args[0],)
+    return None
 
 
 class _Slot(int):
