@@ -179,7 +179,7 @@ def _measured(device: torch.device, scale: Scale, ranks: int) -> Iterator[tuple[
         yield "context_bytes", max(0, total - free - torch.cuda.memory_reserved(device)), "bytes beside tensors"
     if ranks > 1:
         rate, latency = _links(ranks, scale)
-        yield "nvlink_bytes_s", rate, f"bytes a rank of {ranks} sends per second, all-reduce"
+        yield "nvlink_bytes_s", rate, f"bytes a rank of {ranks} sends per second, all-reduce or all-gather"
         yield "nvlink_latency_s", latency, "s a step of a collective"
 
 
@@ -225,17 +225,17 @@ def _wait(device: torch.device) -> None:
 
 
 def _links(ranks: int, scale: Scale) -> tuple[float, float]:
-    """(bytes that a rank sends per second in a large all-reduce, seconds of a step of a small one)."""
+    """(bytes that a rank sends per second in a large all-reduce or all-gather, the slower of them; seconds of a step of a
+    small all-reduce)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     torch.multiprocessing.spawn(_link_rank, (ranks, port, scale, answers), nprocs=ranks)
-    large, small = answers.get()
-    sent = 2 * (ranks - 1) / ranks * scale.sent
-    steps = 2 * max(1, (ranks - 1).bit_length())
-    return sent / large, small / steps
+    summed, gathered, small = answers.get()
+    sent = (ranks - 1) / ranks * scale.sent
+    return min(2 * sent / summed, sent / gathered), small / (2 * max(1, (ranks - 1).bit_length()))
 
 
 def _link_rank(rank: int, ranks: int, port: int, scale: Scale, answers: Any) -> None:
@@ -245,17 +245,25 @@ def _link_rank(rank: int, ranks: int, port: int, scale: Scale, answers: Any) -> 
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=ranks)
-    found = []
-    for size in (scale.sent, 1024):
-        tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+    size = scale.sent // ranks * ranks
+    large, small = (torch.zeros(count, dtype=torch.uint8, device=device) for count in (size, 1024))
+    part = large[: size // ranks].clone()
+
+    def seconds(call: Callable[[], Any]) -> float:
         for _ in range(3):
-            dist.all_reduce(tensor)
+            call()
         _wait(device)
         began = time.perf_counter()
         for _ in range(scale.repeats):
-            dist.all_reduce(tensor)
+            call()
         _wait(device)
-        found.append((time.perf_counter() - began) / scale.repeats)
+        return (time.perf_counter() - began) / scale.repeats
+
+    found = [
+        seconds(lambda: dist.all_reduce(large)),
+        seconds(lambda: dist.all_gather_into_tensor(large, part)),
+        seconds(lambda: dist.all_reduce(small)),
+    ]
     if rank == 0:
         answers.put(tuple(found))
     dist.destroy_process_group()
