@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..config.model import ModelConfig
 from ..errors import UserError
+from ..parallel.segments import all_gather
 from ..training.metrics import PEAK_FLOPS
 from .hardware import FORMAT, cards
 
@@ -261,7 +262,7 @@ def _link_rank(rank: int, ranks: int, port: int, scale: Scale, answers: Any) -> 
 
     found = [
         seconds(lambda: dist.all_reduce(large)),
-        seconds(lambda: dist.all_gather_into_tensor(large, part)),
+        seconds(lambda: all_gather(large, part)),
         seconds(lambda: dist.all_reduce(small)),
     ]
     if rank == 0:

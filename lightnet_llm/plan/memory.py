@@ -19,6 +19,7 @@ from ..parallel import stages
 from ..parallel.holdings import Holding, stage_holdings
 from ..parallel.layout import Layout
 from ..parallel.legality import Choice
+from ..parallel.segments import SequencePlace
 from . import activations
 from .activations import Kept, Work
 from .hardware import Hardware
@@ -118,10 +119,8 @@ class Part:
         self.weights = -(-holding.weight_bytes // (self.ranks if self.zero == 3 else 1))
         self.gradients = -(-holding.gradient_bytes // (self.ranks if self.zero >= 2 else 1))
         self.optimizer = -(-holding.optimizer_bytes // (self.ranks if self.zero else 1))
-        self.gathers = choice.sequence > 1 and (
-            config.parallel.sequence_exchange == "all_gather"
-            or (config.parallel.sequence_exchange == "auto" and choice.sequence <= 8)
-        )
+        place = SequencePlace(0, choice.sequence, None).using(config.parallel.sequence_exchange, torch.float32)
+        self.gathers = choice.sequence > 1 and place.gathers
         self.in_flight = 2 if config.parallel.sequence_exchange_dtype == "bf16" else 4
         zero = deepspeed_config(config, 1)["zero_optimization"]
         self.bucket = int(zero.get("reduce_bucket_size", 500_000_000))
