@@ -15,7 +15,7 @@ from lightnet_llm.errors import UserError
 from lightnet_llm.inference.load import choose_device, choose_dtype, read_config
 from lightnet_llm.models import ImageClassifier, initialize
 from lightnet_llm.models.parameters import spec_of
-from lightnet_llm.parallel.pipeline import Clock
+from lightnet_llm.parallel.clock import Clock
 from lightnet_llm.training.image_data import folder_of as data_folder
 from lightnet_llm.training.image_tasks import ClassifierTask
 

@@ -15,7 +15,8 @@ from ..models.causal_lm import head_loss
 from ..models.layers import PlainLayers
 from ..models.parameters import initialize, spec_of
 from . import stages
-from .pipeline import BlockStage, Clock, EmbeddingStage, NormStage, PositionStage
+from .clock import Clock
+from .pipeline import BlockStage, EmbeddingStage, NormStage, PositionStage
 
 REPEATS = 3
 

@@ -28,9 +28,9 @@ from ..models import build_model
 from ..models.block import Block
 from ..models.layers import PlainLayers
 from ..models.parameters import initialize, spec_of
+from ..parallel.clock import Clock
 from ..parallel.layout import Groups
 from ..parallel.megatron import MegatronLayers
-from ..parallel.pipeline import Clock
 from ..parallel.sequence import SequencePlace
 from ..parallel.stage_times import choose_stages
 from .bad_steps import Guard, Judge
@@ -328,8 +328,7 @@ class PipelineEngine(Engine):
     def _build_model(self) -> nn.Module:
         if not self.stages:
             self.stages = choose_stages(self.config, self.layers, self.clock, self.device)
-        assert self.task.pipelined is not None  # refused before
-        return self.task.pipelined(self.config.model, self.layers, self.groups, self.clock, self.stages)
+        return self.task.pipelined()(self.config.model, self.layers, self.groups, self.clock, self.stages)
 
     def _mpu(self) -> Any:
         return None  # a PipelineModule carries its own topology

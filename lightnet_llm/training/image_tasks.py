@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightnet_data import image_dataset
@@ -15,10 +15,13 @@ from torch import Tensor
 from ..config.run import RunConfig
 from ..models import diffusion
 from ..models.classifier import class_loss, hits
-from ..parallel.pipeline import Clock, PipelinedClassifier
+from ..parallel.clock import Clock
 from .image_data import batch_around, folder_of, image_of, open_split
 from .schedule import Budget
 from .tasks import Batch, Sample, Task
+
+if TYPE_CHECKING:
+    from ..parallel.pipeline import PipelinedModel
 
 SUMMED = 1024  # values of a sample that a checksum looks at
 
@@ -63,8 +66,6 @@ def _sums(x: Tensor) -> Tensor:
 class ClassifierTask(ImageTask):
     """Cross entropy against shares of classes: smoothed, and mixed as the images are (DeiT's recipe, paper section 5.3)."""
 
-    pipelined = PipelinedClassifier
-
     def training_samples(self, budget: Budget) -> Any:
         given = self.config.augmentation
         mixing = Mixing(given.mixup, given.cutmix, given.mix_chance, given.cutmix_share)
@@ -108,6 +109,11 @@ class ClassifierTask(ImageTask):
         context = clock.image_context(batch["sample_ids"], self.config.model, False)
         logits = model(images, context).logits
         return torch.cat([class_loss(logits, shares)[None], hits(logits, shares)])
+
+    def pipelined(self) -> type[PipelinedModel]:
+        from ..parallel.pipeline import PipelinedClassifier
+
+        return PipelinedClassifier
 
     def payload(self, batch: Batch, clock: Clock) -> tuple[tuple[Tensor, ...], Tensor]:
         images, shares = self.prepared(batch, clock.step is not None)

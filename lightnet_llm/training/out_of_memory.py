@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..parallel.pipeline import Clock
+from ..parallel.clock import Clock
 from .schedule import Budget
 from .tasks import Batch, Task
 

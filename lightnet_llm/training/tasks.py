@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightnet_data import dataset, manifest
 from torch import Tensor
 
 from ..config.run import RunConfig
-from ..parallel.pipeline import Clock, PipelinedCausalLM, PipelinedModel, pad_segments
+from ..parallel.clock import Clock
 from ..parallel.segments import SequencePlace
 from .masking import masked
 from .schedule import Budget
 from .sources import training_samples
+
+if TYPE_CHECKING:
+    from ..parallel.pipeline import PipelinedModel
 
 Batch = dict[str, Tensor]
 Sample = dict[str, Any]
@@ -31,12 +34,10 @@ class Task(ABC):
     Attributes:
         reads_ahead: whether labels that do not count occur in training, so that a step is read whole before it is run.
         on_cpu: names of a batch's tensors that stay there.
-        pipelined: the model as pipeline stages, None for heads that have none.
     """
 
     reads_ahead = False
     on_cpu: frozenset[str] = frozenset()
-    pipelined: type[PipelinedModel] | None = None
 
     def __init__(self, config: RunConfig):
         self.config = config
@@ -88,8 +89,13 @@ class Task(ABC):
         """Means over places for :meth:`report`, fp32 [1 or more]: first the loss."""
         return self.loss(model, batch, clock, False)[None]
 
+    # Pipelines: layouts with stages are refused for heads that have none -----------------------------------------------
+    def pipelined(self) -> type[PipelinedModel]:
+        """The model as pipeline stages."""
+        raise NotImplementedError
+
     def payload(self, batch: Batch, clock: Clock) -> tuple[tuple[Tensor, ...], Tensor]:
-        """A batch as the first stage of ``pipelined`` takes it, and what its last one takes for labels."""
+        """A batch as the first stage takes it, and what the last one takes for labels."""
         raise NotImplementedError
 
     def facts(self, location: str) -> dict[str, float]:
@@ -105,7 +111,6 @@ class LanguageTask(Task):
     """Next tokens, or hidden ones."""
 
     on_cpu = frozenset({"cu_seqlens"})  # the scans cut their work by it, and would wait for the device to read it there
-    pipelined = PipelinedCausalLM
 
     def __init__(self, config: RunConfig):
         super().__init__(config)
@@ -145,7 +150,14 @@ class LanguageTask(Task):
     def loss_weight(self, place: SequencePlace) -> float:
         return place.loss_weight(self.config.data.sequence_length)
 
+    def pipelined(self) -> type[PipelinedModel]:
+        from ..parallel.pipeline import PipelinedCausalLM  # brings DeepSpeed, which not every user of a task needs
+
+        return PipelinedCausalLM
+
     def payload(self, batch: Batch, clock: Clock) -> tuple[tuple[Tensor, ...], Tensor]:
+        from ..parallel.pipeline import pad_segments
+
         input_ids, labels, place = batch["input_ids"], batch["labels"], clock.place
         segments = pad_segments(batch["cu_seqlens"], input_ids.numel())
         if place is not None:

@@ -1,5 +1,6 @@
 """Classifier and denoiser train alike under every layout, and go on exactly where they stopped (laws 1 to 3)."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,13 @@ def test_layout_equals_one_process(head: str, name: str, ranks: Ranks, tmp_path:
 @pytest.mark.parametrize("head", ["classifier", "denoiser"])
 def test_it_learns_and_validates(head: str, heads: Any) -> None:
     rows = heads(head).rows
-    losses = [row["loss"] for row in rows if "loss" in row]
-    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
     held = [row["validation"]["heldout"] for row in rows if "validation" in row]
     assert set(held[-1]) == ({"loss", "top1", "top5"} if head == "classifier" else {"loss"})
-    if head == "classifier":
+    if head == "denoiser":
+        losses = [row["loss"] for row in rows if "loss" in row]
+        assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+    else:  # of mixed and erased images the training loss hardly falls
+        assert held[-1]["loss"] < 0.9 < math.log(images.CLASSES)
         assert held[-1]["top5"] == pytest.approx(1.0) and held[-1]["top1"] * 5 == pytest.approx(
             round(held[-1]["top1"] * 5)
         )

@@ -14,7 +14,7 @@ from lightnet_llm.config import RunConfig, validate
 from lightnet_llm.errors import UserError
 from lightnet_llm.models import build_model, diffusion, initialize
 from lightnet_llm.models.classifier import hits
-from lightnet_llm.parallel.pipeline import Clock
+from lightnet_llm.parallel.clock import Clock
 from lightnet_llm.training import image_data
 from lightnet_llm.training.image_tasks import ClassifierTask, DenoiserTask, mix
 from lightnet_llm.training.schedule import Budget
@@ -196,5 +196,7 @@ def test_data_that_do_not_fit(tmp_path: Path) -> None:
     manifest.write_text(
         manifest.read_text().replace('"scaling_factor": 0.5', '"scaling_factor": 0.5, "scaled_std": 5.3')
     )
-    with pytest.raises(UserError, match=r"standard deviation of 5\.3, and noise has 1; correct the VAE's scaling_factor"):
+    with pytest.raises(
+        UserError, match=r"standard deviation of 5\.3, and noise has 1; correct the VAE's scaling_factor"
+    ):
         image_data.check(run("denoiser", model=latent, data={"path": latents}))
