@@ -37,7 +37,7 @@ class LightNetLM(LM):
         checkpoint: a run folder, one of its steps, or a Hugging Face folder. ``pretrained`` means the same.
         device, dtype, weights: as in ``load_model``.
         batch_tokens: tokens of a forward pass. Scores do not depend on it.
-        batch_size: texts generated together, or "auto".
+        batch_size: texts generated together, or "auto" (also "auto:N", which lm-eval's own models know).
         max_length: tokens of a context and its continuation at most. A longer context loses its beginning, the
             continuation is kept whole, and it is said how many there were. None: no limit, as the state has none.
         add_bos_token: whether texts stand behind the end-of-document token.
@@ -79,7 +79,7 @@ class LightNetLM(LM):
         self.loaded, self.model = loaded, loaded.model
         self.tokenizer: Tokenizer = require_tokenizer(loaded)
         self.batch_tokens, self.max_length, self.add_bos_token = batch_tokens, max_length, add_bos_token
-        self.batch_size = 32 if batch_size in (None, "auto", 1, "1") else int(batch_size)  # lm-eval's own default is 1
+        self.batch_size = _texts_at_once(batch_size)
         self._device = next(self.model.parameters()).device
         self._contexts: dict[str, tuple[int, ...]] = {}
         self._quiet, self._progress = quiet or bool(self.ranks.rank), progress
@@ -228,6 +228,15 @@ class LightNetLM(LM):
     def _warn(self, line: str) -> None:
         if not self.ranks.rank:
             self._say(line)
+
+
+def _texts_at_once(batch_size: int | str | None) -> int:
+    text = "auto" if batch_size is None else str(batch_size)
+    if text in ("1", "auto") or text.startswith("auto:"):  # 1 is what lm-eval's program gives unless told
+        return 32
+    if not text.isdigit() or int(text) < 1:
+        raise UserError(f"batch_size {text}: must be a number of 1 or more, or auto")
+    return int(text)
 
 
 def _generation(options: dict[str, Any]) -> tuple[Sequence[str], int, Sampling]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -110,15 +113,41 @@ def convert(
         _require_transformers()
     opened, parts = _open(place, average, trust_pickle, weights)
     partial = final.absolute().with_name(f".{final.absolute().name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # what a killed conversion left
-    try:
-        partial.mkdir()
-        report = _Conversion(opened, parts, partial, final, to, wanted).run()
-    except OSError as error:
-        raise UserError(f"{partial}: cannot be written ({error}); nothing is left there") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with _alone(final):
+        shutil.rmtree(partial, ignore_errors=True)  # what a killed conversion left
+        try:
+            partial.mkdir()
+            report = _Conversion(opened, parts, partial, final, to, wanted).run()
+        except OSError as error:
+            raise UserError(f"{partial}: cannot be written ({error}); nothing is left there") from None
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     return report
+
+
+@contextmanager
+def _alone(final: Path) -> Iterator[None]:
+    """One conversion to a target at a time.
+
+    Raises:
+        UserError: another is going on, or has just made it.
+    """
+    path = final.absolute().with_name(f".{final.absolute().name}.lock")
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{final}: another conversion writes it; wait for that one, or name another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        try:
+            if final.exists():
+                raise UserError(f"{final}: another conversion has just made it; name a new folder, or remove it")
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _open(place: Path, average: str | None, trust_pickle: bool, weights: str) -> tuple[Source, list[str]]:

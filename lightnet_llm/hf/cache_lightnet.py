@@ -73,6 +73,20 @@ class LightNetCache:
             rows = self.state.layers[0].length.shape[0]
             self.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
 
+    def __deepcopy__(self, memo: dict[int, object]) -> LightNetCache:
+        """A fork: both go on by themselves, and no gradient goes back through the copy."""
+        copied = LightNetCache()
+        copied.decoding, copied.positions = self.decoding, self.positions
+        if self.state is not None:  # tables of the weights are never changed, and stay shared
+            rows = torch.arange(self.state.layers[0].length.shape[0])
+            with torch.no_grad():
+                copied.state = select_rows(self.state, rows)
+        return copied
+
+    def __copy__(self) -> LightNetCache:
+        """As deepcopy: decoding changes a state in place."""
+        return self.__deepcopy__({})
+
     def crop(self, max_length: int) -> None:
         """A state of constant size cannot forget its last tokens."""
         raise ValueError(

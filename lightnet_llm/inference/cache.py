@@ -90,12 +90,17 @@ class StateCache(NamedTuple):
         if facts.get("model") != fingerprint(model):
             raise UserError(f"{path}: a state of other weights; continue it with the checkpoint that wrote it")
 
-        def part(kind: Any, name: str) -> Any:
-            return kind(*(tensors[f"{name}.{field}"] for field in kind._fields))
+        def taken(name: str) -> Tensor:
+            if name not in tensors:
+                raise UserError(f"{path}: has no tensor '{name}', so this is half a state; save it again")
+            return tensors[name]
 
-        layers = tuple(part(ScanState, f"layers.{index}") for index in range(int(facts["layers"])))
-        tpe = part(ToeplitzState, "tpe") if "tpe.hidden" in tensors else None
-        return cls(tensors["logits"], ModelState(tpe, layers))
+        def part(kind: Any, name: str) -> Any:
+            return kind(*(taken(f"{name}.{field}") for field in kind._fields))
+
+        layers = tuple(part(ScanState, f"layers.{index}") for index in range(len(model.layers)))
+        tpe = None if model.tpe is None else part(ToeplitzState, "tpe")
+        return cls(taken("logits"), ModelState(tpe, layers))
 
 
 @torch.inference_mode()

@@ -267,6 +267,25 @@ def test_trusted_pickles_hold_weights_only(tmp_path: Path) -> None:
         convert(folder, tmp_path / "no", "hf", trust_pickle=True)
 
 
+def test_two_conversions_to_one_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one is refused while the first writes, and when it has written; the first is whole."""
+    module = importlib.import_module("lightnet_llm.convert.convert")
+    checkpoint(tmp_path / "run", config_of())
+    original, refused = module._Conversion.run, []
+
+    def run(self: Any) -> Any:
+        with pytest.raises(UserError, match="another conversion writes it"):
+            convert(tmp_path / "run", tmp_path / "hf", "hf")
+        refused.append(1)
+        return original(self)
+
+    monkeypatch.setattr(module._Conversion, "run", run)
+    convert(tmp_path / "run", tmp_path / "hf", "hf")
+    assert refused == [1] and sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
+    with pytest.raises(UserError, match="has just made it"), module._alone(tmp_path / "hf"):
+        raise AssertionError
+
+
 class _Evil:
     def __reduce__(self) -> Any:
         return print, ("run!",)

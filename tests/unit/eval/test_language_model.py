@@ -49,6 +49,15 @@ def test_exactly_one_end_of_document_token(loaded: Loaded) -> None:
     assert bare._request("", "ship").tokens[0] == 1  # something must stand before the first token
 
 
+def test_batch_sizes_that_lm_eval_knows(loaded: Loaded) -> None:
+    for given in (None, 1, "1", "auto", "auto:4"):
+        assert Model(loaded, batch_size=given).batch_size == 32
+    assert Model(loaded, batch_size="7").batch_size == 7
+    for given in ("many", "0", "-1"):
+        with pytest.raises(UserError, match=f"batch_size {given}: must be a number"):
+            Model(loaded, batch_size=given)
+
+
 def test_loglikelihoods_are_those_of_the_plain_model(loaded: Loaded) -> None:
     model = Model(loaded)
     pairs = [("the sea", " ship sails"), ("", "naïve 水"), ("the sea", " ship"), ("a b", ""), ("the sea", " ship")]

@@ -1,5 +1,6 @@
 """generate() from a state of constant size against re-running everything; padding, beams, streams."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ from torch import Tensor
 
 from lightnet_llm import LightNetCache, LightNetForCausalLM
 
+from ..inference.test_cache import Work
 from .conftest import build
+from .test_model import compiled
 
 PLAIN: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": None}
 
@@ -30,10 +33,12 @@ def alone(model: LightNetForCausalLM, ids: Tensor, mask: Tensor, **options: Any)
     return [model.generate(row, **PLAIN, **options)[0, row.shape[1] :].tolist() for row in rows]
 
 
-@pytest.mark.parametrize("fields", [{}, {"decay": "independent", "decay_rank": 8}, {"lrpe": False, "tpe": False}])
-def test_greedy_equals_the_full_run(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("count", "fields"),
+    [(500, {}), (150, {"decay": "independent", "decay_rank": 8}), (150, {"lrpe": False, "tpe": False})],
+)
+def test_greedy_equals_the_full_run(count: int, fields: dict[str, Any]) -> None:
     model, ids = build(**fields), prompts(2, 20)
-    count = 150
     options: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     fast = model.generate(ids, max_new_tokens=count, **options, **PLAIN)
     with torch.inference_mode():  # every token from all before it at once: causal
@@ -125,6 +130,52 @@ def test_a_text_in_pieces_and_a_later_turn(model: LightNetForCausalLM) -> None:
     longer = torch.cat([turn.sequences, prompts(2, 3)], 1)
     fast = model.generate(longer, cache=turn.cache, max_new_tokens=8, do_sample=False, **PLAIN)
     assert torch.equal(fast, model.generate(longer, max_new_tokens=8, do_sample=False, **PLAIN))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy])
+def test_forked_caches_are_separate_runs(model: LightNetForCausalLM, copier: Any, grad: bool) -> None:
+    """One prompt is read; two texts go on from it, a token at a time, and a third, from the fork of a fork."""
+    with torch.set_grad_enabled(grad):
+        cache = model(prompts(2, 20)).cache
+    forks = [copier(cache), copier(cache)]
+    with torch.no_grad():
+        for fork in (cache, *forks):
+            model(prompts(2, 1), past_key_values=fork)  # decodes: the state changes in place from here on
+        forks.append(copier(forks[0]))
+    for number, fork in enumerate(forks):
+        more = (prompts(2, 6) + number) % 251
+        with torch.no_grad():
+            steps = [model(token, past_key_values=fork).logits[:, -1] for token in more.split(1, 1)]
+            whole = model(torch.cat([prompts(2, 20), prompts(2, 1), more], 1), use_cache=False).logits[:, -6:]
+        torch.testing.assert_close(torch.stack(steps, 1), whole, atol=5e-5, rtol=1e-4)
+
+
+def test_a_token_costs_the_same_operations_at_any_position(model: LightNetForCausalLM) -> None:
+    work = []
+    for length in (5, 3000):
+        with torch.no_grad():
+            cache = model(prompts(1, length)).cache
+            model(prompts(1, 1), past_key_values=cache)
+            with Work() as seen:
+                model(prompts(1, 1), past_key_values=cache)
+        work.append(seen.done)
+    assert work[0] == work[1] and len(work[0]) > 20
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_generate_under_torch_compile(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt's pass and single tokens are compiled once each; positions do not compile again."""
+    model, ids = build(layers=1), prompts(2, 12)
+    wanted = model.generate(ids, max_new_tokens=24, do_sample=False, **PLAIN)
+    fast = compiled(model, backend, monkeypatch)
+    assert torch.equal(fast.generate(ids, max_new_tokens=24, do_sample=False, **PLAIN), wanted)
+    monkeypatch.setattr(model, "forward", compiled(model.forward, backend, monkeypatch))
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, **PLAIN), wanted[:, :20])
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs > 0
+    assert torch.equal(model.generate(ids, max_new_tokens=24, do_sample=False, **PLAIN), wanted)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 def test_the_cache_keeps_its_size(model: LightNetForCausalLM) -> None:

@@ -1,9 +1,12 @@
 """State caches: fed in pieces, forked, selected, saved; batches of unlike lengths."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightnet_llm.config.model import ModelConfig
 from lightnet_llm.errors import UserError
@@ -105,6 +108,15 @@ def test_a_state_of_other_weights_or_no_state_is_refused(loaded: Loaded, tmp_pat
     (tmp_path / "text").write_text("text")
     with pytest.raises(UserError, match="not a saved state"):
         StateCache.load(tmp_path / "text", model)
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(file, "pt") as opened:
+        tensors, facts = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+    for gone in ("logits", "tpe.hidden", "layers.1.kv"):
+        save_file({name: x for name, x in tensors.items() if name != gone}, tmp_path / "half", facts)
+        with pytest.raises(UserError, match=f"has no tensor '{gone}', so this is half a state"):
+            StateCache.load(tmp_path / "half", model)
     with pytest.raises(UserError, match="cannot be written"):
         read(model, tokens(1, 5)).save(tmp_path / "no" / "file", model)
 
@@ -144,6 +156,30 @@ def test_state_and_work_per_token_do_not_grow(loaded: Loaded) -> None:
     for token in range(70):
         long(torch.tensor([2 + token]))
     assert size(long) == before
+
+
+class Work(TorchDispatchMode):
+    """Every operation that runs, with the shapes of what it reads and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[tuple[str, list[tuple[int, ...]]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+        self.done.append((str(function), [tuple(x.shape) for x in tensors]))
+        return result
+
+
+def test_a_token_costs_the_same_operations_at_any_position(loaded: Loaded) -> None:
+    work = []
+    for length in (5, 4000):
+        decoder = Decoder(loaded.model, read(loaded.model, tokens(1, length)).state)
+        with Work() as seen:
+            decoder(torch.tensor([7]))
+        work.append(seen.done)
+    assert work[0] == work[1] and len(work[0]) > 20
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
