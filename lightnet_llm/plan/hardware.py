@@ -118,7 +118,7 @@ def load_hardware(name: str, path: Path | None = None) -> Hardware:
         raise UserError(f"--gpu {name}: no figures{hint}; there are {', '.join(found)}; others by --calibrate")
     try:
         return _hardware(name, found, shipped)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise UserError(f"{path or SHIPPED}: card '{name}' is not as --calibrate writes it ({error})") from None
 
 
@@ -128,7 +128,9 @@ def _hardware(name: str, found: dict[str, Any], shipped: dict[str, Any]) -> Hard
     peak = float(entry["peak_flop_s"]) if "peak_flop_s" in entry else PEAK_FLOPS[entry["peak"]]
     figures = dict(own)
     if "like" in entry:
-        other = _hardware(entry["like"], {**shipped, **found}, shipped)
+        # A calibrated card is like the shipped one of its own name.
+        others = shipped if entry["like"] == name else {**shipped, **found}
+        other = _hardware(entry["like"], others, shipped)
         copy = own["copy_bytes_s"]["value"] / other.copy_bytes_s if "copy_bytes_s" in own else 1.0
         for key, figure in other.figures.items():
             figures.setdefault(key, _scaled(key, figure, peak / other.peak_flop_s, copy, other.card))

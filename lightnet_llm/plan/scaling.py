@@ -59,6 +59,7 @@ def scaling(config: RunConfig, world: int, hardware: Hardware) -> dict[str, list
         )
 
     parts = Parts(config)
+    budget = train.tokens or (train.steps or 0) * train.global_batch * config.data.sequence_length
     found: dict[str, list[Point]] = {"batch": [], "batch a card": []}
     for gpus in sorted({2**power for power in range(MOST.bit_length()) if 2**power <= MOST} | {world}):
         point = _point(find(config, gpus, hardware, parts, wanted))
@@ -66,7 +67,7 @@ def scaling(config: RunConfig, world: int, hardware: Hardware) -> dict[str, list
             found["batch"].append(point)
         if train.global_batch * gpus % world:
             continue
-        batch = {"global_batch": train.global_batch * gpus // world, "batch_ramp": []}
+        batch = {"global_batch": train.global_batch * gpus // world, "batch_ramp": [], "tokens": budget, "steps": None}
         grown = config.model_copy(update={"train": train.model_copy(update=batch)})
         point = _point(find(grown, gpus, hardware, parts, wanted))
         if point:
@@ -96,6 +97,8 @@ def draw(points: dict[str, list[Point]], title: str, path: Path) -> None:
         share.plot(
             gpus, [100 * p.utilisation for p in series], "o-", color=color, markersize=3, label=f"the same {same}"
         )
+    if not any(points.values()):
+        raise UserError(f"--plot {path}: no layout of this kind fits on any number of cards; leave --plot out")
     first = min((series[0] for series in points.values() if series), key=lambda point: point.gpus)
     most = max(point.gpus for series in points.values() for point in series)
     ends = [first.gpus, most]

@@ -15,7 +15,7 @@ from lightnet_llm.config.run import RunConfig
 from lightnet_llm.errors import UserError
 from lightnet_llm.models import CausalLM, count_parameters
 from lightnet_llm.parallel.legality import Choice, choice_of, choices, problem
-from lightnet_llm.plan import hardware, planner
+from lightnet_llm.plan import hardware, planner, scaling
 from lightnet_llm.plan.hardware import Hardware, load_hardware
 from lightnet_llm.plan.memory import Parts, with_choice
 from lightnet_llm.plan.step_time import step_time
@@ -337,3 +337,27 @@ def test_calibration_is_used(tmp_path: Path) -> None:
     answer = json.loads(run("wikitext103", "--gpus", "1", "--figures", str(path), "--json").stdout)
     assert answer["gpu"]["name"] == "cpu"
     assert "scan_s" not in answer["gpu"]["assumed"]
+
+
+def test_a_calibrated_card_is_like_the_shipped_one_of_its_name(tmp_path: Path) -> None:
+    """What is not measured comes from the shipped card, also under the same name; a card like itself alone is refused."""
+    path = tmp_path / "mine.json"
+    shipped = json.loads(hardware.SHIPPED.read_text())
+    entry = shipped["cards"]["h100"]
+    figures = {key: entry["figures"][key] for key in ("copy_bytes_s", "gemm_flop_s")}
+    for name, fits in (("h100", True), ("mine", False)):
+        path.write_text(json.dumps({**shipped, "cards": {name: {**entry, "figures": figures, "like": name}}}))
+        if fits:
+            assert load_hardware(name, path).figures["copy_bytes_s"] == figures["copy_bytes_s"]
+        else:
+            with pytest.raises(UserError, match="not as --calibrate writes it"):
+                load_hardware(name, path)
+
+
+def test_scaling_keeps_the_budget_and_says_where_there_is_none(tmp_path: Path) -> None:
+    config = load_config("pile_150m", ["train.tokens=null", "train.steps=1000"])
+    points = scaling.scaling(config, 2, load_hardware("h100"))["batch a card"]
+    rates = [point.days * point.tokens_per_second for point in points]
+    assert len(points) > 3 and max(rates) == pytest.approx(min(rates))
+    with pytest.raises(UserError, match="leave --plot out"):
+        scaling.draw({"batch": [], "batch a card": []}, "none", tmp_path / "x.png")
