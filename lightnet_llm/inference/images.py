@@ -33,8 +33,8 @@ class LoadedDenoiser(NamedTuple):
     Attributes:
         model: in eval mode, without gradients.
         config: of the run that trained it.
-        classes: names by number, as the training data's; none where that folder has gone.
-        latents: scaling_factor and shift_factor of the training data; empty for pixels.
+        classes: names by number, as of the training data then.
+        latents: scaling_factor, shift_factor and shape of the training data then; empty for pixels.
         step: updates that gave the weights.
     """
 
@@ -73,18 +73,21 @@ def load_denoiser(
     model.to(place)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.float32 if spec_of(parameter).keep_fp32 else kind)
-    names, latents = _facts(config)
-    step = int(read_manifest(folder).get("state", {}).get("step", 0))
+    manifest = read_manifest(folder)
+    names, latents = _trained_on(manifest.get("data", {}), folder)
+    step = int(manifest.get("state", {}).get("step", 0))
     return LoadedDenoiser(model.eval().requires_grad_(False), config, names, latents, step)
 
 
-def _facts(config: RunConfig) -> tuple[list[str], dict[str, Any]]:
-    from lightnet_data import sample_shards
-
-    data = config.data.path
-    if data is None or not sample_shards.is_samples(data):
-        return [], {}
-    return sample_shards.class_names(data), sample_shards.load(data).get("latents", {})
+def _trained_on(data: dict[str, Any], folder: Path) -> tuple[list[str], dict[str, Any]]:
+    """Classes and factors from what the checkpoint says of its data: the folder of today may be another."""
+    latents = data.get("latents", {})
+    if data.get("kind") != "images" and not {"scaling_factor", "shift_factor"} <= set(latents):
+        raise UserError(
+            f"{folder}: its manifest does not say how the latents it was trained on are scaled; write "
+            '"latents": {"scaling_factor": ..., "shift_factor": ...} under "data", as in their folder\'s manifest.json'
+        )
+    return list(data.get("classes", [])), dict(latents)
 
 
 def class_numbers(wanted: Sequence[str], loaded: LoadedDenoiser) -> list[int]:
@@ -206,6 +209,10 @@ def decode(
 ) -> Tensor:
     """Scaled latents to pixels in [-1, 1], float32, by diffusers' AutoencoderKL in a folder.
 
+    Args:
+        latents: float32 [B, C, h, w].
+        facts: scaling_factor and shift_factor of what the model was trained on.
+
     Raises:
         UserError: the folder holds none, or one of other channels.
     """
@@ -219,8 +226,7 @@ def decode(
         raise UserError(
             f"--vae {vae}: has {coder.config.latent_channels} latent channels, the model {latents.shape[1]}"
         )
-    scale = float(facts.get("scaling_factor", coder.config.scaling_factor))
-    shift = float(facts.get("shift_factor", getattr(coder.config, "shift_factor", None) or 0.0))
+    scale, shift = float(facts["scaling_factor"]), float(facts["shift_factor"])
     with torch.no_grad():
         parts = [
             coder.decode(part.to(device) / scale + shift).sample.float().cpu() for part in latents.split(batch_size)

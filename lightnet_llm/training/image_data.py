@@ -121,12 +121,17 @@ def check(config: RunConfig) -> dict[str, Any]:
     if config.validation.interval:
         check_validation(config)
     digests = "".join(str(shard["sha256"]) for shard in samples.store.shards)
+    latents: dict[str, Any] = {}
+    if isinstance(samples, LatentSamples):  # of the manifest, not of the shards: other factors are other data
+        scale, shift = samples.scaling_factor, samples.shift_factor
+        latents = {"latents": {"scaling_factor": scale, "shift_factor": shift, "shape": samples.stored_shape}}
     return {
         "samples": len(samples),
         "kind": samples.kind,
         "classes": samples.classes,
         "order": ORDER,
         "sha256": _short(digests),
+        **latents,
     }
 
 

@@ -13,8 +13,9 @@ from PIL import Image
 from lightnet_llm.cli import main
 from lightnet_llm.config import ModelConfig, dump_config, validate
 from lightnet_llm.errors import UserError
-from lightnet_llm.inference.images import Sampler, as_pixels, draw, grid
+from lightnet_llm.inference.images import Sampler, as_pixels, decode, draw, grid, load_denoiser
 from lightnet_llm.models import Denoiser, diffusion, initialize
+from tests.parallel.images import write_denoiser
 from tests.unit.inference.toy import save
 
 MODEL: dict[str, Any] = {"head": "denoiser", "causal": False, "axes": 2, "norm": "layer", "layers": 2, "width": 16}
@@ -91,8 +92,28 @@ def run(model: Denoiser, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run")
     config = validate({"model": MODEL, "train": {"steps": 7, "name": "x", "precision": "fp32"}}, "here")
     (path / "config.yaml").write_text(dump_config(config))
-    save(model, path, 7)  # type: ignore[arg-type]
+    save(model, path, 7, data={"kind": "images", "classes": list("abcde")})  # type: ignore[arg-type]
     return path
+
+
+@pytest.fixture(scope="module")
+def latent_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run on latents of three channels, whose data folder says something else today; and a VAE of other factors."""
+    from diffusers import AutoencoderKL
+
+    path = tmp_path_factory.mktemp("latent")
+    data = write_denoiser(path).parent / "latents"
+    config = validate(
+        {"model": MODEL, "data": {"path": str(data)}, "train": {"steps": 7, "name": "x", "precision": "fp32"}}, "here"
+    )
+    (path / "config.yaml").write_text(dump_config(config))
+    drawn = Denoiser(config.model)
+    initialize(drawn, 3)
+    factors = {"scaling_factor": 2.0, "shift_factor": -1.0, "shape": [2, 2, 3, 8, 8]}
+    save(drawn, path, 7, data={"kind": "latents", "classes": list("vwxyz"), "latents": factors})  # type: ignore[arg-type]
+    coder = AutoencoderKL(latent_channels=3, norm_num_groups=4, block_out_channels=(4,), scaling_factor=0.25)
+    coder.save_pretrained(path / "vae")
+    return path, path / "vae"
 
 
 def test_the_command(run: Path, tmp_path: Path) -> None:
@@ -138,6 +159,27 @@ def test_what_is_refused_in_one_line(arguments: list[str], words: str, run: Path
     result = CliRunner().invoke(main, ["sample", str(run), "--output", str(tmp_path / "x.png"), *arguments])
     assert result.exit_code == 1 and words in result.stderr and result.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_latents_are_scaled_as_the_checkpoint_says(latent_run: tuple[Path, Path]) -> None:
+    """Neither as the VAE says, nor as the data folder does today."""
+    from diffusers import AutoencoderKL
+
+    path, vae = latent_run
+    loaded = load_denoiser(path, "cpu")
+    assert loaded.classes == list("vwxyz") and loaded.latents["scaling_factor"] == 2.0
+    latents = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    found = decode(latents, vae, loaded.latents, torch.device("cpu"), batch_size=2)
+    with torch.no_grad():
+        wanted = AutoencoderKL.from_pretrained(vae).decode(latents / 2.0 - 1.0).sample
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_checkpoint_that_does_not_say_how_latents_are_scaled(model: Denoiser, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    save(model, tmp_path, 7, data={"kind": "latents", "classes": list("abcde")})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"its manifest does not say how the latents .* are scaled"):
+        load_denoiser(tmp_path, "cpu")
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,12 +84,12 @@ def train(model: CausalLM, data: Path, steps: int) -> None:
         optimizer.step()
 
 
-def save(model: CausalLM, run: Path, step: int) -> Path:
-    """A checkpoint as training writes it, without the optimiser."""
+def save(model: CausalLM, run: Path, step: int, **facts: Any) -> Path:
+    """A checkpoint as training writes it, without the optimiser; ``facts`` go into its manifest."""
     folder = store.begin(run / "checkpoints", step)
     write_weights(part_file(folder, 0, 0), *gather_weights(model, zero_stage=1, writes=True), 0, 1)
     shutil.copyfile(run / "config.yaml", folder / "config.yaml")
-    return store.commit(run / "checkpoints", step, {"format": 1, "state": {"step": step}})
+    return store.commit(run / "checkpoints", step, {"format": 1, "state": {"step": step}, **facts})
 
 
 def copy(run: Path, target: Path) -> Path:

@@ -177,7 +177,9 @@ def test_data_that_do_not_fit(tmp_path: Path) -> None:
     latent = {**MODEL, "head": "denoiser", "image": {"size": [4, 6], "patch": 2, "channels": 4, "classes": 3}}
     identity = image_data.check(run("classifier", data={"path": images}))
     assert identity["samples"] == 36 and identity["kind"] == "images" and identity["classes"] == ["a", "b", "c"]
-    assert image_data.check(run("denoiser", model=latent, data={"path": latents}))["samples"] == 30
+    identity = image_data.check(run("denoiser", model=latent, data={"path": latents}))
+    factors = {"scaling_factor": 0.5, "shift_factor": 1.0, "shape": [2, 2, 4, 4, 6]}
+    assert identity["samples"] == 30 and identity["latents"] == factors, "a run resumed on other factors is refused"
     few = {**MODEL, "head": "classifier", "image": {**IMAGE, "classes": 2}}
     for head, changes, words in (
         ("classifier", {}, "data.path is not set"),
