@@ -63,11 +63,13 @@ def sample(
     loaded = images.load_denoiser(checkpoint, device or place.device, dtype, weights)
     image = loaded.config.model.image
     assert image is not None
-    latent = bool(loaded.latents) or image.channels != 3
+    latent = bool(loaded.latents)
     if latent and vae is None:
         raise UserError(
             f"{checkpoint}: draws latents; name the folder of the AutoencoderKL they were made with: --vae DIR"
         )
+    if not latent and vae is not None:
+        raise UserError(f"{checkpoint}: draws pixels, which no VAE decodes; leave out --vae")
     default = [str(number) for number in range(min(10, image.classes))]
     numbers = images.class_numbers(classes.split(",") if classes else default, loaded)
     steps = steps or (250 if sampler == "ddpm" else 50)
@@ -79,7 +81,7 @@ def sample(
         total=steps * len(mine), file=sys.stderr, leave=False, delay=1, desc="sample", disable=place.rank > 0
     ) as bar:
         drawn = images.draw(loaded.model, mine, how, batch_size, _size(size, image.patch), bar.update)
-    if vae is not None and latent and mine:
+    if vae is not None and mine:
         drawn = images.decode(drawn, vae, loaded.latents, loaded.model.head.weight.device)
     pixels = place.together(images.as_pixels(drawn), len(wanted))
     if pixels is None:

@@ -153,6 +153,7 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
         (["--size", "9"], "must be HEIGHTxWIDTH"),
         (["--output", "nowhere/x.png"], "nowhere/x.png: cannot be written"),
         (["--weights", "ema"], "holds no exponential average"),
+        (["--vae", "."], "draws pixels, which no VAE decodes; leave out --vae"),
     ],
 )
 def test_what_is_refused_in_one_line(arguments: list[str], words: str, run: Path, tmp_path: Path) -> None:
@@ -173,6 +174,16 @@ def test_latents_are_scaled_as_the_checkpoint_says(latent_run: tuple[Path, Path]
     with torch.no_grad():
         wanted = AutoencoderKL.from_pretrained(vae).decode(latents / 2.0 - 1.0).sample
     torch.testing.assert_close(found, wanted)
+
+
+def test_the_checkpoint_says_that_it_draws_latents(latent_run: tuple[Path, Path], tmp_path: Path) -> None:
+    path, vae = latent_run
+    common = ["sample", str(path), "--sampler", "ddim", "--steps", "2", "--per-class", "1"]
+    common += ["--classes", "z", "--output", str(tmp_path / "x.png")]
+    result = CliRunner().invoke(main, common)
+    assert result.exit_code == 1 and "draws latents; name the folder" in result.stderr
+    result = CliRunner().invoke(main, [*common, "--vae", str(vae)])
+    assert result.exit_code == 0 and Image.open(tmp_path / "x.png").size == (8, 8)
 
 
 def test_a_checkpoint_that_does_not_say_how_latents_are_scaled(model: Denoiser, run: Path, tmp_path: Path) -> None:
