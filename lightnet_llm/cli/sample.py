@@ -144,5 +144,6 @@ class _Place:
             return None
         whole = np.empty((count, *pixels.shape[1:]), np.uint8)
         for rank, part in enumerate(parts):
-            whole[rank :: self.size] = part
+            if len(part):  # nothing drawn is nothing decoded: of a latent's shape
+                whole[rank :: self.size] = part
         return whole

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from lightnet_llm.cli import main
+from lightnet_llm.cli.sample import _Place
 from lightnet_llm.config import ModelConfig, dump_config, validate
 from lightnet_llm.errors import UserError
 from lightnet_llm.inference.images import Sampler, as_pixels, decode, draw, grid, load_denoiser
@@ -184,6 +185,17 @@ def test_the_checkpoint_says_that_it_draws_latents(latent_run: tuple[Path, Path]
     assert result.exit_code == 1 and "draws latents; name the folder" in result.stderr
     result = CliRunner().invoke(main, [*common, "--vae", str(vae)])
     assert result.exit_code == 0 and Image.open(tmp_path / "x.png").size == (8, 8)
+
+
+def test_ranks_without_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks and two images: what the third sends has a latent's shape."""
+    images = np.arange(2 * 6 * 6 * 3, dtype=np.uint8).reshape(2, 6, 6, 3)
+    sent = [images[:1], images[1:], np.zeros((0, 2, 2, 4), np.uint8)]
+    place = _Place()
+    place.size = 3
+    monkeypatch.setattr("torch.distributed.gather_object", lambda own, parts: parts.__setitem__(slice(None), sent))
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
+    assert np.array_equal(place.together(images[:1], 2), images)
 
 
 def test_a_checkpoint_that_does_not_say_how_latents_are_scaled(model: Denoiser, run: Path, tmp_path: Path) -> None:
