@@ -62,34 +62,38 @@ class File(io.RawIOBase):
         super().__init__()
         self._system, self._path, self._place = system, path, 0
         self._file: Any = None
-        patiently(self._open)
+        patiently(self._opened)
 
-    def _open(self) -> None:
-        self._file = self._system.open(self._path, "rb")
-        if self._place:
-            self._file.seek(self._place)
+    def _opened(self) -> Any:
+        """The file, where the next byte is wanted; opened again after a request that failed."""
+        if self._file is None:
+            file = self._system.open(self._path, "rb")
+            if self._place:
+                file.seek(self._place)
+            self._file = file
+        return self._file
+
+    def _ask(self, request: Callable[[Any], T]) -> T:
+        def attempt() -> T:
+            file = self._opened()
+            try:
+                return request(file)
+            except Exception:
+                self._file = None  # nobody knows where it stands now
+                raise
+
+        return patiently(attempt)
 
     def readinto(self, buffer: Any) -> int:
         """As of any file."""
-
-        def read() -> bytes:
-            if self._file is None:
-                self._open()
-            try:
-                data: bytes = self._file.read(len(buffer))
-                return data
-            except Exception:
-                self._file = None
-                raise
-
-        data = patiently(read)
+        data: bytes = self._ask(lambda file: file.read(len(buffer)))
         buffer[: len(data)] = data
         self._place += len(data)
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """As of any file."""
-        self._place = patiently(lambda: int(self._file.seek(offset, whence)))
+        self._place = self._ask(lambda file: int(file.seek(offset, whence)))
         return self._place
 
     def close(self) -> None:
@@ -108,7 +112,7 @@ class File(io.RawIOBase):
 
     def seekable(self) -> bool:
         """Whether the file system can."""
-        return bool(self._file.seekable())
+        return self._ask(lambda file: bool(file.seekable()))
 
 
 class Folder:

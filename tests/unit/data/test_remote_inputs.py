@@ -142,6 +142,47 @@ def test_reads_and_seeks_are_those_of_the_file(data: bytes, steps: list[tuple[bo
         remote.PAUSES[:] = before
 
 
+def test_it_is_opened_again_after_a_read_that_failed_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked first; and what fails while it is opened again leaves no file that stands elsewhere."""
+    monkeypatch.setattr(remote, "PAUSES", [0.0] * 3)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    data, failing = bytes(range(100)), set[str]()
+
+    class Opened(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if "read" in failing:
+                raise RuntimeError("read")
+            return super().read(size)
+
+        def seek(self, offset: int, whence: int = 0) -> int:
+            if "seek" in failing:
+                failing.remove("seek")
+                raise RuntimeError("seek")
+            return super().seek(offset, whence)
+
+    class System:
+        def open(self, path: str, mode: str) -> Any:
+            return Opened(data)
+
+    for ask in (
+        lambda file: (file.seek(3), file.read(2)),
+        lambda file: (file.seek(3, io.SEEK_CUR), file.read(2)),
+        lambda file: (file.seekable(), file.read(2)),
+        lambda file: (file.tell(), file.read(2)),
+    ):
+        for seek_fails in (False, True):
+            file, twin = remote.File(System(), "x"), io.BytesIO(data)
+            assert file.read(10) == twin.read(10)
+            failing.add("read")
+            with pytest.raises(OSError, match="RuntimeError: read"):
+                file.read(10)
+            failing.clear()
+            if seek_fails:
+                failing.add("seek")
+            assert ask(file) == ask(twin)
+            file.close()
+
+
 def test_a_missing_package_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def request() -> None:
         raise ImportError("Install s3fs")
