@@ -1,16 +1,19 @@
-"""Random numbers of a sample: a function of (seed, epoch, sample) alone, the same in every version of numpy."""
+"""Random numbers of a sample: a function of (seed, epoch, sample) alone.
+
+Uniform ones are the same in every version of numpy; normal ones up to the last bits of its logarithm, cosine and sine.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
 
-_MASK = 2**64 - 1
+from lightnet_data import philox
 
 
 class Draws:
     """Numbers drawn one after the other for one sample.
 
-    Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with (seed, epoch) as its key and the sample
-    as the high word of its counter: no two samples share a number, and nothing is kept between samples.
+    Philox with (seed, epoch) as its key and the sample as the high word of its counter: no two samples share a number, and
+    nothing is kept between samples.
 
     Args:
         seed: of the run.
@@ -20,15 +23,11 @@ class Draws:
     """
 
     def __init__(self, seed: int, epoch: int, sample: int, stream: int = 0) -> None:
-        counter = np.array([0, 0, stream, sample], dtype=np.uint64)
-        key = np.array([seed & _MASK, epoch & _MASK], dtype=np.uint64)
-        self._philox = np.random.Philox(counter=counter, key=key)
+        self._philox = philox.stream((seed, epoch), (0, 0, stream, sample))
 
     def uniforms(self, count: int) -> NDArray[np.float64]:
         """Uniform in [0, 1), float64 [count]."""
-        raw: NDArray[np.uint64] = self._philox.random_raw(count)
-        values: NDArray[np.float64] = (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
-        return values
+        return philox.uniform(self._philox.random_raw(count))
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
         """Uniform in [low, high)."""

@@ -53,6 +53,15 @@ def test_partners_come_from_the_batch_and_are_whole_samples(mixing: Mixing) -> N
     assert ("mixed" in kinds) == bool(mixing.mixup) and ("cut" in kinds) == bool(mixing.cutmix)
 
 
+def test_draws_stay_what_they_are() -> None:
+    """A run that goes on under another version of this package or of numpy sees the same samples."""
+    assert Draws(1, 2, 3, 4).uniforms(3).tolist() == [0.645565208202291, 0.13903867821082294, 0.45422755340185506]
+    assert Draws(-5, 2**64 - 1, 10**12, 2).integer(10**9) == 518652768
+    normals = np.array([1.6230039596557617, -0.9336227178573608, 0.9694457650184631], np.float32)
+    assert np.allclose(Draws(7, 0, 1).normals((3,)), normals, rtol=1e-6, atol=0)
+    assert len({Draws(*place).uniform() for place in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0, 1)]}) == 5
+
+
 def test_one_image_is_mixed_with_none_and_off_is_off() -> None:
     assert Mixing().draw(Draws(1, 0, 0), 0, 8, 8) is None
     assert not Mixing(0.0, 0.0) and not Mixing(chance=0.0) and Mixing(cutmix=0.0)
