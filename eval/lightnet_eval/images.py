@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def load_classifier(
     Raises:
         UserError: no whole checkpoint there, or of another model.
     """
-    folder = resolve(Path(path), warn=lambda line: None)
+    folder = resolve(Path(path), warn=lambda line: print(f"warning: {line}", file=sys.stderr))
     config = read_config(folder)
     if config.model.head != "classifier":
         raise UserError(f"{folder}: holds a {config.model.head}; name a run of head: classifier")

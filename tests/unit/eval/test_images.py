@@ -1,6 +1,7 @@
 """Figures of an image classifier, by the command as well."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from lightnet_llm.models import ImageClassifier, initialize
 from lightnet_llm.report import write_report
 from lightnet_llm.training.image_tasks import ClassifierTask
 from tests.parallel.images import write_classifier
-from tests.unit.inference.toy import save
+from tests.unit.inference.toy import copy, save
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,15 @@ def test_the_command_and_the_report(run: Path, tmp_path: Path) -> None:
     )
     page = write_report([run]).read_text()
     assert "data:image/png;base64,iVBOR" in page and "Validation, top-1" in page
+
+
+def test_a_damaged_checkpoint_is_passed_over_aloud(run: Path, tmp_path: Path) -> None:
+    copied = copy(run, tmp_path / "run")
+    shutil.copytree(copied / "checkpoints" / "step_00000003", copied / "checkpoints" / "step_00000004")
+    (copied / "checkpoints" / "step_00000004" / "config.yaml").write_text("cut")
+    result = CliRunner().invoke(main, ["eval", str(copied), "--limit", "1"])
+    assert result.exit_code == 0 and "1 images of step 3" in result.stdout
+    assert "warning: passing over a damaged checkpoint: " in result.stderr and "step_00000004" in result.stderr
 
 
 def test_what_is_refused(run: Path, tmp_path: Path) -> None:
