@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..config.model import ModelConfig
 from .parameters import ParameterSpec, constant, declare, normal
 
 
 class PatchEmbedding(nn.Conv2d):
-    """A convolution of patches that do not overlap, with bias."""
+    """A convolution of patches that do not overlap, with bias: computed as the product that it is.
+
+    cuDNN's convolutions take TF32 by default, and sum gradients in no fixed order.
+    """
 
     def __init__(self, config: ModelConfig):
         assert config.image is not None
@@ -22,8 +26,10 @@ class PatchEmbedding(nn.Conv2d):
 
     def forward(self, images: Tensor) -> Tensor:
         """[B, C, h * patch, w * patch], of any float dtype, to [B, h * w, width]."""
-        self.grid(images)
-        return super().forward(images.to(self.weight.dtype)).flatten(2).transpose(1, 2).contiguous()
+        (high, wide), patch = self.grid(images), self.kernel_size[0]
+        cut = images.to(self.weight.dtype).view(len(images), self.in_channels, high, patch, wide, patch)
+        patches = cut.permute(0, 2, 4, 1, 3, 5).reshape(len(images), high * wide, self.in_channels * patch**2)
+        return functional.linear(patches, self.weight.flatten(1), self.bias)
 
     def grid(self, images: Tensor) -> tuple[int, int]:
         """(h, w) of images of any size made of whole patches.

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightnet_llm.config import ModelConfig
 from lightnet_llm.models import CausalLM, Denoiser, ForwardContext, ImageClassifier, count_parameters, initialize
@@ -87,6 +88,22 @@ def test_images_that_do_not_fit_are_refused(head: dict[str, Any], shape: tuple[i
     more = () if head is CLASSIFIER else (torch.zeros(1), torch.zeros(1, dtype=torch.int64))
     with pytest.raises(ValueError, match=words):
         small(head)(torch.zeros(shape, dtype=torch.float64), *more)
+
+
+@pytest.mark.parametrize("size", [(4, 6), (2, 2), (10, 4)])
+def test_patches_are_embedded_by_a_convolution(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its value alone: cuDNN's takes TF32 by default."""
+    embedding, images = small(DENOISER).embedding, photos(3, *size).transpose(2, 3).contiguous().transpose(2, 3)
+    with torch.no_grad():
+        embedding.bias.normal_()
+    with monkeypatch.context() as patch:
+        patch.setattr(functional, "conv2d", None)
+        found = embedding(images.requires_grad_())
+    wanted = functional.conv2d(images, embedding.weight, embedding.bias, stride=2).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(found, wanted)
+    weights, inputs = torch.randn_like(wanted), (embedding.weight, embedding.bias, images)
+    ours, theirs = (torch.autograd.grad((x * weights).sum(), inputs) for x in (found, wanted))
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize(("tpe", "lrpe"), [(True, False), (False, True), (True, True), (False, False)])
