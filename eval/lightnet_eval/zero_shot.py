@@ -108,15 +108,18 @@ def answer(
 
 @contextmanager
 def _silent_requests(quiet: bool) -> Iterator[None]:
-    """lm-eval shows a bar while it builds a task's requests, and has no option against it."""
+    """lm-eval shows a bar while it builds a task's requests, and asks git, which complains outside a repository; it has no
+    options against these."""
+    from lm_eval import evaluator
     from lm_eval.api import task
 
-    shown = task.tqdm
+    shown, commit = task.tqdm, evaluator.get_git_commit_hash
+    evaluator.get_git_commit_hash = lambda: None
     task.tqdm = partial(shown, disable=True) if quiet else shown
     try:
         yield
     finally:
-        task.tqdm = shown
+        task.tqdm, evaluator.get_git_commit_hash = shown, commit
 
 
 def _check_names(names: list[str], known: list[str]) -> None:

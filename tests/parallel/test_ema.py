@@ -21,12 +21,12 @@ BF16, SLOW = "train.precision=bf16", pytest.mark.slow
 # The weights that a bf16 run saves are rounded; its average is of the masters.
 CASES = [
     ("z0", []),
-    ("tp2 pp2", []),
-    ("dp2 z1", [BF16]),
     *(
         pytest.param(*case, marks=SLOW)
         for case in (
             ("dp2 z3", []),
+            ("tp2 pp2", []),
+            ("dp2 z1", [BF16]),
             ("dp2 z1", ["model.tie_embeddings=false", "model.lrpe_learnable=false"]),
             ("dp2 z2", []),
             ("sp2 tp2", ["model.dropout=0.2"]),

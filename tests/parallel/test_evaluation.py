@@ -15,12 +15,12 @@ from tests.unit.inference import toy
 
 TASKS, SLOW = ["piqa", "sciq", "arc_easy"], pytest.mark.slow
 CASES = [
-    ("z1", []),
     ("tp2", []),
     ("pp2", []),
     *(
         pytest.param(*case, marks=SLOW)
         for case in (
+            ("z1", []),
             ("dp2 z1", []),
             ("dp2 z3", []),
             ("sp2", []),
@@ -34,16 +34,20 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A configuration on real text with a tokenizer, and the tasks."""
-    run = toy.build(tmp_path_factory)
-    tasks = rows.write(tmp_path_factory.mktemp("tasks") / "data")
+def prepared(factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A configuration on text with a tokenizer, and overrides that name tasks."""
+    run = toy.build(factory)
+    tasks = rows.write(factory.mktemp("tasks") / "data")
     common = ["train.steps=4", "train.global_batch=8", "train.micro_batch=2", "schedule.warmup_steps=0"]
     common += ["optimizer.learning_rate=1e-2", "validation.interval=0", "logging.interval=1", "checkpoint.interval=2"]
     common += ["model.width=64", "model.heads=4"]
     tasks_of = [f"evaluation.offline={tasks}", "evaluation.interval=2", f"evaluation.tasks=[{','.join(TASKS)}]"]
     return run / "config.yaml", [*common, *tasks_of]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    return prepared(tmp_path_factory)
 
 
 def scores(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -89,7 +93,8 @@ def test_training_goes_on_as_without_it(ranks: Ranks, given: tuple[Path, list[st
     assert [row["task"] for row in failed] == ["sciq"] * 4
 
 
-@pytest.mark.parametrize("text", ["tp2", pytest.param("dp2 z3", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("text", ["tp2", "dp2 z3"])
 def test_texts_are_continued_too(text: str, ranks: Ranks, given: tuple[Path, list[str]], tmp_path: Path) -> None:
     config, common = given
     world, overrides = layout(text)
