@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
 from ..errors import UserError
+from .output import replacing, writable
 
 
 @click.command()
@@ -19,7 +19,7 @@ from ..errors import UserError
 @click.option("--classes", metavar="LIST", help="Names or numbers with commas, or none. [default: the first ten]")
 @click.option("--per-class", type=click.IntRange(min=1), default=8, show_default=True, help="Images of each class.")
 @click.option("--sampler", type=click.Choice(["ddpm", "ddim"]), default="ddpm", show_default=True)
-@click.option("--steps", type=int, help="Passes of the model. [default: 250 for ddpm, 50 for ddim]")
+@click.option("--steps", type=click.IntRange(min=1), help="Passes of the model. [default: 250 for ddpm, 50 for ddim]")
 @click.option("--guidance", type=float, default=1.0, show_default=True, help="1 is none; 4 is usual for pictures.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same images.")
 @click.option("--size", metavar="HxW", help="Pixels (of latents) instead of those trained on, in whole patches.")
@@ -52,14 +52,14 @@ def sample(
     Under torchrun every rank draws its share, on a GPU of its own where there are as many; the images are the same.
     """
     import numpy as np
+    import torch
     from PIL import Image
     from tqdm import tqdm
 
     from ..inference import images
 
     place = _Place()
-    for path in (output, npz):
-        _writable(path)
+    picture, arrays = writable("--output", output), writable("--npz", npz)
     loaded = images.load_denoiser(checkpoint, device or place.device, dtype, weights)
     image = loaded.config.model.image
     assert image is not None
@@ -72,7 +72,7 @@ def sample(
         raise UserError(f"{checkpoint}: draws pixels, which no VAE decodes; leave out --vae")
     default = [str(number) for number in range(min(10, image.classes))]
     numbers = images.class_numbers(classes.split(",") if classes else default, loaded)
-    steps = steps or (250 if sampler == "ddpm" else 50)
+    steps = steps if steps is not None else (250 if sampler == "ddpm" else 50)
     how = images.Sampler(sampler, steps, guidance, seed, clip=not latent)
     how.scheduler()
     wanted = [(label, number) for label in numbers for number in range(per_class)]
@@ -83,23 +83,24 @@ def sample(
         drawn = images.draw(loaded.model, mine, how, batch_size, _size(size, image.patch), bar.update)
     if vae is not None and mine:
         drawn = images.decode(drawn, vae, loaded.latents, loaded.model.head.weight.device)
+    if not torch.isfinite(drawn).all():
+        raise UserError(
+            f"{checkpoint}: step {loaded.step} draws what is not finite; try --dtype fp32, another --guidance or step"
+        )
     pixels = place.together(images.as_pixels(drawn), len(wanted))
     if pixels is None:
         return
-    Image.fromarray(images.grid(pixels, per_class)).save(output, "PNG")
-    if npz is not None:
-        np.savez_compressed(npz, images=pixels, labels=np.array([label for label, _ in wanted]))
+    if arrays is not None:
+        with replacing(arrays) as partial, partial.open("wb") as file:  # given a name, numpy would add .npz to it
+            np.savez_compressed(file, images=pixels, labels=np.array([label for label, _ in wanted]))
+    assert picture is not None
+    with replacing(picture) as partial:
+        Image.fromarray(images.grid(pixels, per_class)).save(partial, "PNG")
     facts: dict[str, Any] = {"checkpoint": checkpoint, "step": loaded.step, "output": output, "images": len(wanted)}
     facts |= {"sampler": sampler, "steps": steps, "guidance": guidance, "seed": seed, "classes": numbers}
     click.echo(
         json.dumps(facts) if as_json else f"{output}: {len(wanted)} images of step {loaded.step:,}, a row a class"
     )
-
-
-def _writable(path: str | None) -> None:
-    """Before the work, not after it."""
-    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise UserError(f"{path}: cannot be written; name a file in a folder that is there")
 
 
 def _size(given: str | None, patch: int) -> tuple[int, int] | None:

@@ -187,6 +187,38 @@ def test_the_checkpoint_says_that_it_draws_latents(latent_run: tuple[Path, Path]
     assert result.exit_code == 0 and Image.open(tmp_path / "x.png").size == (8, 8)
 
 
+def test_files_are_written_whole_or_not_at_all(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = ["sample", str(run), "--sampler", "ddim", "--steps", "2", "--classes", "0", "--per-class", "1"]
+    common += ["--output", str(tmp_path / "x.dat"), "--npz", str(tmp_path / "y.dat")]
+    assert CliRunner().invoke(main, common).exit_code == 0
+    assert np.load(tmp_path / "y.dat")["images"].shape == (1, 8, 8, 3)
+    assert Image.open(tmp_path / "x.dat").format == "PNG"
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(before) == {"x.dat", "y.dat"}
+
+    def full(image: Image.Image, file: Any, kind: str) -> None:
+        Path(file).write_bytes(b"cut")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", full)
+    result = CliRunner().invoke(main, common)
+    assert result.exit_code == 1 and "x.dat: cannot be written (No space left" in result.stderr
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_what_is_not_finite_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightnet_llm.inference.images.draw", lambda *rest: torch.full((1, 3, 8, 8), torch.nan))
+    output = ["--output", str(tmp_path / "x.png"), "--classes", "0", "--per-class", "1"]
+    result = CliRunner().invoke(main, ["sample", str(run), *output])
+    assert result.exit_code == 1 and "step 7 draws what is not finite; try" in result.stderr
+    assert result.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_no_steps_are_no_default(run: Path) -> None:
+    result = CliRunner().invoke(main, ["sample", str(run), "--steps", "0"])
+    assert result.exit_code == 2 and "0 is not in the range x>=1" in result.stderr
+
+
 def test_ranks_without_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ranks and two images: what the third sends has a latent's shape."""
     images = np.arange(2 * 6 * 6 * 3, dtype=np.uint8).reshape(2, 6, 6, 3)

@@ -1,0 +1,44 @@
+"""Files that a verb is asked to write: refused before the work, whole or absent after it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import UserError
+
+
+def writable(option: str, given: str | None) -> Path | None:
+    """The file that ``option`` names.
+
+    Raises:
+        UserError: it is a folder, or in none that is there and can be written to.
+    """
+    if given is None:
+        return None
+    target = Path(given)
+    folder = target.absolute().parent
+    if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"{option} {given}: cannot be written; name a file in a folder that is there")
+    return target
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A file beside ``target`` to write to, which becomes it at the end; nothing stays of one that failed.
+
+    Raises:
+        UserError: the disk is full, say.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        yield partial
+        partial.replace(target)
+    except OSError as error:
+        raise UserError(
+            f"{target}: cannot be written ({error.strerror or error}); make room, or name another"
+        ) from None
+    finally:
+        partial.unlink(missing_ok=True)
