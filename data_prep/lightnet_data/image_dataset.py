@@ -106,19 +106,19 @@ class LatentSamples(_Samples):
 
     Args:
         folder, split, seed, shuffle: as for ``ImageSamples``.
-        flip: take the mirrored image's latent with probability 1/2, where it is stored.
+        flip: chance of the mirrored image's latent; 0 where none is stored.
     """
 
     kind = "latents"
 
-    def __init__(self, folder: str | Path, split: str, seed: int = 0, shuffle: bool = True, flip: bool = True) -> None:
+    def __init__(self, folder: str | Path, split: str, seed: int = 0, shuffle: bool = True, flip: float = 0.5) -> None:
         super().__init__(folder, split, seed, shuffle)
         facts = self.store.manifest["latents"]
         self.stored_shape: list[int] = list(facts["shape"])
         self.shape: tuple[int, int, int] = tuple(self.stored_shape[2:])  # type: ignore[assignment]
         self.scaling_factor, self.shift_factor = float(facts["scaling_factor"]), float(facts["shift_factor"])
         if flip and self.stored_shape[0] != 2:
-            raise DataError(f"{folder}: holds no mirrored latents; make them with --flip, or set flip to false")
+            raise DataError(f"{folder}: holds no mirrored latents; make them with --flip, or set flip to 0")
         self.flip = flip
 
     def stored(self, number: int) -> NDArray[np.float16]:
@@ -140,7 +140,8 @@ class LatentSamples(_Samples):
         """
         epoch, number = self.place(position)
         draws = Draws(self.seed, epoch, number, LATENT)
-        mean, logvar = self.stored(number)[draws.integer(2) if self.flip else 0].astype(np.float32)
+        mirrored = self.flip > 0 and draws.uniform() >= 1.0 - self.flip
+        mean, logvar = self.stored(number)[int(mirrored)].astype(np.float32)
         latent = mean + np.exp(0.5 * logvar) * draws.normals(mean.shape)
         scaled = (latent - np.float32(self.shift_factor)) * np.float32(self.scaling_factor)
         label = int(self.store.labels[number])

@@ -6,7 +6,7 @@ from .base import Section
 
 
 class AugmentationConfig(Section):
-    """Of ``head: classifier`` (crop and flip also of a denoiser of pixels). Drawn anew in every epoch, by seed and sample."""
+    """Of ``head: classifier``; crop and flip also of a denoiser (of latents: flip). Drawn by seed, epoch and sample."""
 
     crop_scale: tuple[float, float] | None = Field(
         default=(0.08, 1.0),
@@ -42,6 +42,12 @@ class AugmentationConfig(Section):
         if not all(value > 0 for value in self.std):
             raise ValueError(f"std {list(self.std)} must be above 0")
         return self
+
+    def of_classifiers(self) -> list[str]:
+        """Names of the fields set to what a denoiser cannot use: all but crops and flips."""
+        shared = ("crop_scale", "crop_ratio", "center_share", "flip")
+        fields = ((name, field) for name, field in type(self).model_fields.items() if name not in shared)
+        return [name for name, field in fields if getattr(self, name) != field.default]
 
 
 class DiffusionConfig(Section):

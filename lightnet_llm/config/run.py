@@ -327,6 +327,8 @@ class RunConfig(Section):
                 raise ValueError(
                     f"augmentation.{name} has {count} values for {image.channels} channels; give as many or one"
                 )
+        if self.model.head == "denoiser" and (given := self.augmentation.of_classifiers()):
+            raise ValueError(f"augmentation.{given[0]} is of head: classifier, a denoiser has none; leave it out")
         if self.data.mixture:
             raise ValueError(f"data.mixture is of text; give head: {self.model.head} one folder as data.path")
         if self.parallel.pipeline_partition == "time":

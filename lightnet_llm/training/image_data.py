@@ -78,8 +78,8 @@ def open_split(folder: str, split: str, config: RunConfig, training: bool) -> Im
     """The samples of a split: augmented and shuffled in training, else in stored order and cropped in the middle."""
     image, given = image_of(config), config.augmentation
     if _kind(folder, config) == "latents":
-        mirrored = sample_shards.load(folder)["latents"]["shape"][0] == 2
-        return LatentSamples(folder, split, config.train.seed, training, flip=training and mirrored and given.flip > 0)
+        mirrored = training and sample_shards.load(folder)["latents"]["shape"][0] == 2
+        return LatentSamples(folder, split, config.train.seed, training, given.flip if mirrored else 0.0)
     steps: list[Transform] = [CenterCrop(image.size, given.center_share)]
     if training:
         if given.crop_scale is not None:

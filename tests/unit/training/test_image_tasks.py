@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightnet_data.errors import DataError
+from lightnet_data.image_dataset import LatentSamples
 
 from lightnet_llm.config import RunConfig, validate
 from lightnet_llm.errors import UserError
@@ -41,6 +42,10 @@ def test_tokens_follow_from_the_image() -> None:
     ):
         with pytest.raises(UserError, match=words):
             run("denoiser", **{field: value})
+    for field, value in (("randaugment", 7), ("erasing", 0.1), ("mixup", 0.8), ("cutmix", 1), ("label_smoothing", 0.1)):
+        with pytest.raises(UserError, match=f"augmentation.{field} is of head: classifier, .*; leave it out"):
+            run("denoiser", augmentation={field: value, "flip": 0.1})
+    assert run("denoiser", augmentation={"flip": 0.1, "mixup": 0.0, "crop_scale": None}).augmentation.flip == 0.1
     with pytest.raises(UserError, match="mean has 2 values for 3 channels"):
         run("classifier", augmentation={"mean": [0.5, 0.5]})
 
@@ -180,6 +185,11 @@ def test_data_that_do_not_fit(tmp_path: Path) -> None:
     identity = image_data.check(run("denoiser", model=latent, data={"path": latents}))
     factors = {"scaling_factor": 0.5, "shift_factor": 1.0, "shape": [2, 2, 4, 4, 6]}
     assert identity["samples"] == 30 and identity["latents"] == factors, "a run resumed on other factors is refused"
+    for chance in (0.0, 0.1):
+        config = run("denoiser", model=latent, data={"path": latents}, augmentation={"flip": chance})
+        for split, training, flip in (("train", True, chance), ("validation", False, 0.0)):
+            opened = image_data.open_split(latents, split, config, training)
+            assert isinstance(opened, LatentSamples) and opened.flip == flip
     few = {**MODEL, "head": "classifier", "image": {**IMAGE, "classes": 2}}
     for head, changes, words in (
         ("classifier", {}, "data.path is not set"),
