@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,16 +17,33 @@ from lightnet_llm.inference.load import choose_device, choose_dtype, read_config
 from lightnet_llm.models import ImageClassifier, initialize
 from lightnet_llm.models.parameters import spec_of
 from lightnet_llm.parallel.clock import Clock
+from lightnet_llm.training.image_data import check_classes
 from lightnet_llm.training.image_data import folder_of as data_folder
 from lightnet_llm.training.image_tasks import ClassifierTask
 
 BATCH = 64
 
 
+class LoadedClassifier(NamedTuple):
+    """What a checkpoint holds.
+
+    Attributes:
+        model: in eval mode, without gradients.
+        config: of the run that trained it.
+        step: updates that gave the weights.
+        classes: names by number, as of the training data then.
+    """
+
+    model: ImageClassifier
+    config: RunConfig
+    step: int
+    classes: list[str]
+
+
 def load_classifier(
     path: str | Path, device: str | None = None, dtype: str | None = None, weights: str = "trained"
-) -> tuple[ImageClassifier, RunConfig, int]:
-    """A classifier in eval mode, its configuration and the step that gave it; arguments as of ``load_model``.
+) -> LoadedClassifier:
+    """Load a classifier; arguments as of ``load_model``.
 
     Raises:
         UserError: no whole checkpoint there, or of another model.
@@ -43,14 +60,14 @@ def load_classifier(
     model.to(place)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.float32 if spec_of(parameter).keep_fp32 else kind)
-    step = int(read_manifest(folder).get("state", {}).get("step", 0))
-    return model.eval().requires_grad_(False), config, step
+    manifest = read_manifest(folder)
+    step, classes = int(manifest.get("state", {}).get("step", 0)), list(manifest.get("data", {}).get("classes", []))
+    return LoadedClassifier(model.eval().requires_grad_(False), config, step, classes)
 
 
 @torch.no_grad()
 def measure(
-    model: ImageClassifier,
-    config: RunConfig,
+    loaded: LoadedClassifier,
     location: str | None = None,
     limit: int | None = None,
     progress: Callable[[int], object] = lambda count: None,
@@ -62,11 +79,17 @@ def measure(
         limit: only the first so many images.
         progress: told how many images were done.
 
+    Raises:
+        UserError: the split's numbers stand for other classes than those trained on.
+
     Returns:
         loss in nats, top1, top5, images, class_names, and confusion[true class][predicted class] in images.
     """
+    model, config = loaded.model, loaded.config
     task, clock = ClassifierTask(config), Clock(0)
-    samples = task.held_out(location or f"{data_folder(config)}/validation")
+    where = location or f"{data_folder(config)}/validation"
+    samples = task.held_out(where)
+    check_classes(where.rpartition("/")[0], samples.classes, loaded.classes or samples.classes)
     count = min(samples.samples_per_epoch, limit or samples.samples_per_epoch)
     classes = max(len(samples.classes), 1)
     confusion, total = torch.zeros(classes, classes, dtype=torch.int64), torch.zeros(3, dtype=torch.float64)

@@ -32,9 +32,10 @@ def measure_images(
         location = f"{location.rstrip('/')}/validation"
     if location is not None and not sample_shards.is_samples(location.rpartition("/")[0]):
         raise UserError(f"--data {location}: name a folder of lightnet data images, or FOLDER/SPLIT")
-    model, config, step = load_classifier(checkpoint, device, dtype, weights)
+    loaded = load_classifier(checkpoint, device, dtype, weights)
+    step = loaded.step
     with tqdm(file=sys.stderr, leave=False, delay=1, desc="eval", unit="images") as bar:
-        facts = measure(model, config, location, limit, bar.update)
+        facts = measure(loaded, location, limit, bar.update)
     if output is not None and output.endswith(".png"):
         draw_confusion(facts, output)
     elif output is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,14 @@ def _kind(folder: str, config: RunConfig) -> str:
     """ "images" or "latents", checked against the model.
 
     Raises:
-        UserError: of another kind, shape, scale, or with more classes.
+        UserError: of another kind, shape or scale, with more classes, or others than those of ``data.path``.
     """
     image, facts = image_of(config), sample_shards.load(folder)
-    kind, classes = str(facts["kind"]), len(sample_shards.class_names(folder))
-    if classes > image.classes:
-        raise UserError(f"{folder}: holds {classes} classes; set model.image.classes={classes} or more")
+    kind, names = str(facts["kind"]), sample_shards.class_names(folder)
+    if len(names) > image.classes:
+        raise UserError(f"{folder}: holds {len(names)} classes; set model.image.classes={len(names)} or more")
+    if config.data.path is not None and sample_shards.is_samples(config.data.path):
+        check_classes(folder, names, sample_shards.class_names(config.data.path))
     if kind == "images":
         if image.channels != 3:
             raise UserError(f"{folder}: holds images of 3 channels (grey ones, too); set model.image.channels=3")
@@ -72,6 +75,21 @@ def _kind(folder: str, config: RunConfig) -> str:
             "scaling_factor and make them again with lightnet data latents"
         )
     return kind
+
+
+def check_classes(folder: str, found: list[str], trained_on: list[str]) -> None:
+    """Refuse a folder whose numbers stand for other classes than those of training.
+
+    Raises:
+        UserError: names the first class that differs.
+    """
+    pairs = itertools.zip_longest(found, trained_on)
+    for number, (mine, its) in enumerate(pairs):
+        if mine != its:
+            raise UserError(
+                f"{folder}: class {number} is {mine or 'none'}, in the training data {its or 'none'}; make it again with "
+                "lightnet data images --classes FOLDER of the training data"
+            )
 
 
 def open_split(folder: str, split: str, config: RunConfig, training: bool) -> ImageSamples | LatentSamples:

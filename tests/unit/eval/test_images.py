@@ -29,13 +29,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = ImageClassifier(config.model)
     initialize(model, 5)
     model.head.weight.data.mul_(50)
-    save(model, folder, 3)  # type: ignore[arg-type]
+    save(model, folder, 3, data={"kind": "images", "classes": ["a", "b", "c"]})  # type: ignore[arg-type]
     return folder
 
 
 def test_figures_are_those_of_the_definition(run: Path) -> None:
-    model, config, step = load_classifier(run, "cpu")
-    facts = measure(model, config)
+    loaded = load_classifier(run, "cpu")
+    model, config, step, _ = loaded
+    facts = measure(loaded)
     samples = ClassifierTask(config).held_out(f"{config.data.path}/validation")
     assert step == 3 and facts["images"] == samples.samples_per_epoch == 12 and facts["class_names"] == ["a", "b", "c"]
     confusion, losses = np.zeros((3, 3), int), []
@@ -47,7 +48,7 @@ def test_figures_are_those_of_the_definition(run: Path) -> None:
         losses.append(-float(logits[samples[i]["label"]]))
     assert facts["confusion"] == confusion.tolist() and abs(facts["loss"] - np.mean(losses)) < 1e-5
     assert facts["top1"] == pytest.approx(confusion.trace() / 12) and facts["top5"] == pytest.approx(1.0)
-    assert measure(model, config, limit=5)["images"] == 5
+    assert measure(loaded, limit=5)["images"] == 5
     assert isinstance(samples, ImageSamples)
 
 
@@ -74,6 +75,25 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(run: Path, tmp_path: Path) ->
     result = CliRunner().invoke(main, ["eval", str(copied), "--limit", "1"])
     assert result.exit_code == 0 and "1 images of step 3" in result.stdout
     assert "warning: passing over a damaged checkpoint: " in result.stderr and "step_00000004" in result.stderr
+
+
+def test_other_classes_are_refused(run: Path, tmp_path: Path) -> None:
+    """As many, but other ones: in a folder given, and in the run's own since it was trained."""
+    known = str(load_config(str(run / "config.yaml")).data.path)
+    shutil.copytree(known, tmp_path / "images")
+    (tmp_path / "images" / "classes.json").write_text('{"a": 0, "c": 1, "b": 2}')
+    moved = copy(run, tmp_path / "run")
+    for path in (moved, moved / "checkpoints" / "step_00000003"):
+        text = (path / "config.yaml").read_text().replace(known, str(tmp_path / "images"))
+        (path / "config.yaml").write_text(text)
+    manifest = moved / "checkpoints" / "step_00000003" / "manifest.json"
+    facts = json.loads(manifest.read_text())
+    del facts["files"]["config.yaml"]
+    manifest.write_text(json.dumps(facts))
+    for arguments in ([str(run), "--data", str(tmp_path / "images")], [str(moved)]):
+        result = CliRunner().invoke(main, ["eval", *arguments])
+        assert result.exit_code == 1 and result.stderr.count("\n") == 1, result.output
+        assert f"{tmp_path}/images: class 1 is c, in the training data b; make it again" in result.stderr
 
 
 def test_what_is_refused(run: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Batches, losses and figures of the image heads against their definitions; data that do not fit the model."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,9 @@ def test_data_that_do_not_fit(tmp_path: Path) -> None:
         for split, training, flip in (("train", True, chance), ("validation", False, 0.0)):
             opened = image_data.open_split(latents, split, config, training)
             assert isinstance(opened, LatentSamples) and opened.flip == flip
+    shutil.copytree(images, tmp_path / "other")
+    (tmp_path / "other" / "classes.json").write_text('{"a": 0, "c": 1, "b": 2}')
+    other = {"path": images, "validation": {"x": str(tmp_path / "other")}}
     few = {**MODEL, "head": "classifier", "image": {**IMAGE, "classes": 2}}
     for head, changes, words in (
         ("classifier", {}, "data.path is not set"),
@@ -201,6 +205,7 @@ def test_data_that_do_not_fit(tmp_path: Path) -> None:
         ("denoiser", {"data": {"path": latents}}, r"are \[4, 4, 6\], .* set model.image.channels=4 model.image.size="),
         ("classifier", {"data": {"path": images, "validation": {"x": images + "/none"}}}, "none is no split"),
         ("classifier", {"data": {"path": images, "validation": {"heldout": images}}}, "choose another"),
+        ("classifier", {"data": other, "validation": {"interval": 1}}, "other: class 1 is c, in the training data b"),
     ):
         with pytest.raises((UserError, DataError), match=words):
             image_data.check(run(head, **changes))
