@@ -133,5 +133,5 @@ def draw_confusion(facts: dict[str, Any], path: str | Path) -> None:
             color = "white" if shares[row, column] > 0.5 else "black"
             axes.text(column, row, f"{int(counts[row, column])}", ha="center", va="center", color=color, fontsize=8)
     axes.set(xlabel="predicted", ylabel="true", title=f"top-1 {facts['top1']:.2%} of {facts['images']:,} images")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, format="png")  # whatever the name
     pyplot.close(figure)

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from ..errors import UserError
+from .output import replacing, writable
 
 
 @click.command("eval")
@@ -77,12 +78,26 @@ def eval_(
     confusion matrix.
     """
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # imports in half the time; nothing is compiled here
-    _check_options(data, text, subset_field, tasks, offline, max_length, baselines, processes, log_samples)
+    target = writable("--output", output)
     if _is_classifier(checkpoint):
         from .eval_images import measure_images
 
-        return measure_images(checkpoint, data, limit, device, dtype, weights, output, as_json)
-    target = _writable(output)
+        of_text = {
+            "--tasks": tasks,
+            "--text": text,
+            "--subset-field": subset_field,
+            "--offline": offline,
+            "--batch-tokens": batch_tokens,
+            "--max-length": max_length,
+            "--baselines": baselines,
+            "--processes": processes,
+            "--log-samples": log_samples,
+        }
+        for name, value in of_text.items():
+            if value:
+                raise UserError(f"{name} goes with language models; {checkpoint} is of a classifier: leave it out")
+        return measure_images(checkpoint, data, limit, device, dtype, weights, target, as_json)
+    _check_options(data, text, subset_field, tasks, offline, max_length, baselines, processes, log_samples)
     if processes is not None and processes > 1 and "RANK" not in os.environ:
         _launch(processes)
     start = time.perf_counter()
@@ -108,9 +123,8 @@ def eval_(
     facts["seconds"] = round(time.perf_counter() - start, 3)
     facts["time"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     if target is not None:
-        partial = target.with_name(f".{target.name}.partial")
-        partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        partial.replace(target)
+        with replacing(target) as partial:
+            partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     click.echo(
         json.dumps(facts) if as_json else f"{shown}\n  {facts['seconds']} s on {facts['device']} in {facts['dtype']}"
     )
@@ -269,16 +283,6 @@ def _held_out(
             err=True,
         )
     return facts, _table(facts)
-
-
-def _writable(output: str | None) -> Path | None:
-    """Refuse a bad --output before the work, not after it."""
-    if output is None:
-        return None
-    target = Path(output)
-    if target.is_dir() or not target.absolute().parent.is_dir():
-        raise UserError(f"--output {target}: must be a file in an existing folder")
-    return target
 
 
 def _table(facts: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from ..errors import UserError
+from .output import replacing
 
 
 def measure_images(
@@ -18,7 +19,7 @@ def measure_images(
     device: str | None,
     dtype: str | None,
     weights: str,
-    output: str | None,
+    output: Path | None,
     as_json: bool,
 ) -> None:
     """Top-1 and top-5 on a split; ``output``: all figures as JSON, or the confusion matrix as ``.png``."""
@@ -26,8 +27,6 @@ def measure_images(
     from lightnet_eval.images import draw_confusion, load_classifier, measure
     from tqdm import tqdm
 
-    if output is not None and not Path(output).absolute().parent.is_dir():
-        raise UserError(f"--output {output}: cannot be written; name a file in a folder that is there")
     if location is not None and Path(location).is_dir():
         location = f"{location.rstrip('/')}/validation"
     if location is not None and not sample_shards.is_samples(location.rpartition("/")[0]):
@@ -36,9 +35,11 @@ def measure_images(
     step = loaded.step
     with tqdm(file=sys.stderr, leave=False, delay=1, desc="eval", unit="images") as bar:
         facts = measure(loaded, location, limit, bar.update)
-    if output is not None and output.endswith(".png"):
-        draw_confusion(facts, output)
-    elif output is not None:
-        Path(output).write_text(json.dumps({"step": step, **facts}, indent=1) + "\n", encoding="utf-8")
+    if output is not None:
+        with replacing(output) as partial:
+            if output.suffix == ".png":
+                draw_confusion(facts, partial)
+            else:
+                partial.write_text(json.dumps({"step": step, **facts}, indent=1) + "\n", encoding="utf-8")
     shown = f"{facts['images']:,} images of step {step:,}: top-1 {facts['top1']:.2%}, top-5 {facts['top5']:.2%}, "
     click.echo(json.dumps({"step": step, **facts}) if as_json else f"{shown}{facts['loss']:.4f} nats")

@@ -21,7 +21,7 @@ def writable(option: str, given: str | None) -> Path | None:
     target = Path(given)
     folder = target.absolute().parent
     if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"{option} {given}: cannot be written; name a file in a folder that is there")
+        raise UserError(f"{option} {given}: cannot be written; name a file in an existing folder")
     return target
 
 

@@ -96,11 +96,32 @@ def test_other_classes_are_refused(run: Path, tmp_path: Path) -> None:
         assert f"{tmp_path}/images: class 1 is c, in the training data b; make it again" in result.stderr
 
 
+@pytest.mark.parametrize("name", ["x.png", "x.json"])
+def test_an_output_is_whole_or_as_it_was(name: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, *rest: object, **more: object) -> None:
+        path.write_bytes(b"cut")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lightnet_eval.images.draw_confusion", lambda facts, path: full(path))
+    monkeypatch.setattr(Path, "write_text", full)
+    (tmp_path / name).write_bytes(b"before")
+    result = CliRunner().invoke(main, ["eval", str(run), "--limit", "1", "--output", str(tmp_path / name)])
+    assert result.exit_code == 1 and f"{name}: cannot be written (No space left on device)" in result.stderr
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"before"]
+
+
 def test_what_is_refused(run: Path, tmp_path: Path) -> None:
     for arguments, words in (
         ([str(run), "--data", str(tmp_path)], "name a folder of lightnet data images"),
         ([str(run), "--weights", "ema"], "holds no exponential average"),
-        ([str(run), "--output", "nowhere/x.png"], "nowhere/x.png: cannot be written"),
+        ([str(run), "--output", "nowhere/x.png"], "--output nowhere/x.png: cannot be written"),
+        ([str(run), "--output", str(tmp_path)], "cannot be written"),
+        ([str(run), "--tasks", "paper"], "--tasks goes with language models"),
+        ([str(run), "--text", "x.txt", "--tasks", "paper"], "--tasks goes with language models"),
+        ([str(run), "--text", "x.txt"], "--text goes with language models"),
+        ([str(run), "--processes", "2"], "--processes goes with language models"),
+        ([str(run), "--baselines"], "--baselines goes with language models"),
+        ([str(run), "--batch-tokens", "9"], "--batch-tokens goes with language models"),
     ):
         result = CliRunner().invoke(main, ["eval", *arguments])
         assert result.exit_code == 1 and words in result.stderr and result.stderr.count("\n") == 1
