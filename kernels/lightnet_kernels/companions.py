@@ -64,11 +64,12 @@ def _unsupported(tensors: list[Tensor], module: str) -> str | None:
             return f"dtype {x.dtype}"
         if x.device != device:
             return f"tensors on {device} and {x.device}"
-    return _unsupported_device(module, device.type, device.index)
+    return unsupported_device(module, device.type, device.index)
 
 
 @torch.compiler.assume_constant_result
-def _unsupported_device(module: str, kind: str, index: int | None) -> str | None:
+def unsupported_device(module: str, kind: str, index: int | None) -> str | None:
+    """Why a module of Triton kernels does not run on such a device, or None."""
     found = kernels(module)
     if found is None:
         return "machines without triton 3.6"

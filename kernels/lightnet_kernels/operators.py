@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Operator:
@@ -43,7 +44,7 @@ class Operator:
     def differentiable(self, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
         """`setup(ctx, inputs, output)` and `backward(ctx, *grads)` as for torch.library's register_autograd."""
         self.library.register_autograd(backward, setup_context=setup)
-        run, gradients = self.run, backward
+        run, gradients, name = self.run, backward, self.node.name()
 
         class Eager(torch.autograd.Function):
             @staticmethod
@@ -53,15 +54,18 @@ class Operator:
                 return output
 
             @staticmethod
-            @once_differentiable
             def backward(ctx: Any, *grads: Any) -> Any:
+                if torch.is_grad_enabled():  # create_graph
+                    raise RuntimeError(f"{name} has no second derivative; use backend='torch', which has")
                 return gradients(ctx, *grads)
 
         self.eager = Eager.apply
 
     def __call__(self, *arguments: Any) -> Any:
-        # Modes: fake tensors, selective checkpointing, counters of operations.
+        # Modes: fake tensors, selective checkpointing, counters of operations. Other kinds of tensors know what to do.
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            return self.node(*arguments)
+        if any(isinstance(x, Tensor) and type(x) not in PLAIN for x in arguments):
             return self.node(*arguments)
         return self.eager(*arguments)
 

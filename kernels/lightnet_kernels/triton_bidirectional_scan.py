@@ -162,6 +162,15 @@ def _segment_plan(bounds: tuple[int, ...], heads: int, programs: int, fuse: bool
     return _Plan(sequences, len(owner), 1, length, fused, table, ranges.int().to(device))
 
 
+def _prepare(tensors: Sequence[Tensor], bounds: Sequence[int] | None, split: bool = False) -> None:
+    """The plan of segments, which a recording must find made. `tensors`: query (or key), key, value."""
+    if bounds is not None:
+        first, key, value = tensors
+        shape = _shape(first, key.shape[3], value.shape[3], None)
+        for fits in {shape.fits, shape._replace(lrpe=True).fits}:
+            _plan(shape, bounds, first.device, fits and not split)
+
+
 class _Shape(NamedTuple):
     batch: int
     tokens: int
@@ -357,7 +366,6 @@ def _theta_grad(torques: list[Optional], theta: Optional) -> Optional:
     return torch.stack([x.sum(0) for x in torques if x is not None]).sum(0).to(theta.dtype)
 
 
-@replayed
 def _scan(
     query: Tensor, key: Tensor, value: Tensor, theta: Tensor | None, places: Tensor | None, mask: Tensor | None,
     bounds: Sequence[int] | None, activation: bool,
@@ -395,7 +403,6 @@ def _state_shapes(key: Tensor, value: Tensor, theta: Optional, bounds: Sequence[
     return vector, torch.empty_like(vector), vector.new_empty(sequences, heads, rows, value.shape[3])
 
 
-@replayed
 def _scan_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, peak: Tensor, mass: Tensor, state: Tensor,
     theta: Tensor | None, places: Tensor | None, mask: Tensor | None, bounds: Sequence[int] | None, activation: bool,
@@ -451,12 +458,21 @@ def _backward_scan(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     return (*grads, theta if ctx.needs_input_grad[3] else None, None, None, None, None)
 
 
-scan_backward_op = Operator("lightnet::bidirectional_scan_backward", None, _scan_backward, _fake_scan_backward)
-scan_op = Operator("lightnet::bidirectional_scan", None, _scan, _fake_scan)
+scan_backward_op = Operator(
+    "lightnet::bidirectional_scan_backward",
+    None,
+    replayed(_scan_backward, lambda *given: _prepare(given[1:4], given[10]), shared=True),
+    _fake_scan_backward,
+)
+scan_op = Operator(
+    "lightnet::bidirectional_scan",
+    None,
+    replayed(_scan, lambda *given: _prepare(given[:3], given[6]), shared=True),
+    _fake_scan,
+)
 scan_op.differentiable(_backward_scan, _setup)
 
 
-@replayed
 def _states(
     key: Tensor, value: Tensor, theta: Tensor | None, places: Tensor | None, mask: Tensor | None,
     bounds: Sequence[int] | None,
@@ -473,7 +489,6 @@ def _fake_states(
     return _state_shapes(key, value, theta, bounds)
 
 
-@replayed
 def _states_backward(
     grad_mass: Tensor, grad_kv: Tensor, key: Tensor, value: Tensor, peak: Tensor, theta: Tensor | None,
     places: Tensor | None, mask: Tensor | None, bounds: Sequence[int] | None,
@@ -507,12 +522,21 @@ def _backward_states(ctx: Any, _: Any, grad_mass: Tensor, grad_kv: Tensor) -> tu
     return (*grads, theta if ctx.needs_input_grad[2] else None, None, None, None)
 
 
-states_backward_op = Operator("lightnet::bidirectional_states_backward", None, _states_backward, _fake_states_backward)
-states_op = Operator("lightnet::bidirectional_states", None, _states, _fake_states)
+states_backward_op = Operator(
+    "lightnet::bidirectional_states_backward",
+    None,
+    replayed(_states_backward, lambda *given: _prepare((given[2], *given[2:4]), given[7], True), shared=True),
+    _fake_states_backward,
+)
+states_op = Operator(
+    "lightnet::bidirectional_states",
+    None,
+    replayed(_states, lambda *given: _prepare((given[0], *given[:2]), given[5], True), shared=True),
+    _fake_states,
+)
 states_op.differentiable(_backward_states, _setup_states)
 
 
-@replayed
 def _read(
     query: Tensor, state: Tensor, theta: Tensor | None, places: Tensor | None, mask: Tensor | None,
     bounds: Sequence[int] | None, activation: bool,
@@ -533,7 +557,6 @@ def _fake_read(
     return query.new_empty(*query.shape[:3], state.shape[3])
 
 
-@replayed
 def _read_backward(
     grad: Tensor, query: Tensor, state: Tensor, theta: Tensor | None, places: Tensor | None, mask: Tensor | None,
     bounds: Sequence[int] | None, activation: bool,
@@ -569,6 +592,8 @@ def _backward_read(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return (*grads, theta if ctx.needs_input_grad[2] else None, None, None, None, None)
 
 
-read_backward_op = Operator("lightnet::bidirectional_read_backward", None, _read_backward, _fake_read_backward)
-read_op = Operator("lightnet::bidirectional_read", None, _read, _fake_read)
+read_backward_op = Operator(
+    "lightnet::bidirectional_read_backward", None, replayed(_read_backward), _fake_read_backward
+)
+read_op = Operator("lightnet::bidirectional_read", None, replayed(_read), _fake_read)
 read_op.differentiable(_backward_read, _setup_read)

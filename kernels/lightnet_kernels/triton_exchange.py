@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import triton_parts  # noqa: F401  (mends Triton's interpreter)
+from .companions import on_device
 from .state import ScanState
 from .triton_launch import launch
 
@@ -35,7 +36,7 @@ def pack(
     D: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, HALVES: tl.constexpr, BD: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """The states of one segment a row, `index`, side by side."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     segment = tl.load(index_ptr + row).to(tl.int64)
     feature = tl.program_id(2) * BD + tl.arange(0, BD)
     col = tl.arange(0, VP)
@@ -69,10 +70,9 @@ def scale_to(source, target):
 
 @triton.jit
 def turning(theta, tokens):
-    """cos and sin of the angle that so many tokens make, formed in float64, as float32 and what that leaves."""
+    """cos and sin of the angle that so many tokens make, in float64."""
     angle = tokens.to(tl.float64) * theta
-    cos, sin = tl.cos(angle), tl.sin(angle)
-    return cos, sin
+    return tl.cos(angle), tl.sin(angle)
 
 
 @triton.jit
@@ -203,7 +203,8 @@ def turn_grads(
     size = rows * heads * D
     theta = tl.load(theta_ptr + head * D + feature, mask=inside, other=0.0).to(tl.float64)
     total = tl.zeros((BD,), tl.float64)
-    for row in range(rows):
+    for number in range(rows):
+        row = tl.cast(number, tl.int64)
         segment = tl.load(target_ptr + row).to(tl.int64)
         at = (row * heads + head) * D + feature
         matrix = (row * heads + head) * (2 * D * V) + feature[:, None] * V + col[None, :]
@@ -249,9 +250,20 @@ def packed(state: ScanState, index: Tensor, lengths: bool) -> Tensor:
     heads, blocks, sizes = _shape(state.kv, width)
     floats = rows * heads * (2 * width + state.kv.shape[2] * state.kv.shape[3]) + (2 * rows if lengths else 0)
     payload = torch.empty(floats + floats % 2, device=state.kv.device)  # int64 lengths follow
-    launch(pack, (rows, heads, blocks))(
-        state.max, state.sum, state.kv, state.length, index, payload, rows, heads, **sizes, LENGTH=lengths, num_warps=4
-    )
+    with on_device(state.kv):
+        launch(pack, (rows, heads, blocks))(
+            state.max,
+            state.sum,
+            state.kv,
+            state.length,
+            index,
+            payload,
+            rows,
+            heads,
+            **sizes,
+            LENGTH=lengths,
+            num_warps=4,
+        )
     return payload
 
 
@@ -270,10 +282,11 @@ def arrived(
     """
     heads, blocks, sizes = _shape(like.kv, like.max.shape[2])
     result = ScanState(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like))
-    launch(arrive, (like.max.shape[0], heads, blocks))(
-        gathered, *line, theta, *result, gathered.stride(0), *place, heads, **sizes,
-        TURN=theta is not None, BACKWARDS=backwards, num_warps=4,
-    )  # fmt: skip
+    with on_device(gathered):
+        launch(arrive, (like.max.shape[0], heads, blocks))(
+            gathered, *line, theta, *result, gathered.stride(0), *place, heads, **sizes,
+            TURN=theta is not None, BACKWARDS=backwards, num_warps=4,
+        )  # fmt: skip
     return result
 
 
@@ -291,10 +304,11 @@ def given(
     """
     heads, blocks, sizes = _shape(kv, top.shape[2])
     of_sum, of_kv = torch.empty_like(top), torch.empty(kv.shape, device=kv.device)
-    launch(give, (top.shape[0], heads, blocks))(
-        grads, gathered, *line, theta, top, of_sum, of_kv, grads.stride(0), gathered.stride(0), *place, heads, **sizes,
-        TURN=theta is not None, BACKWARDS=backwards, num_warps=4,
-    )  # fmt: skip
+    with on_device(gathered):
+        launch(give, (top.shape[0], heads, blocks))(
+            grads, gathered, *line, theta, top, of_sum, of_kv, grads.stride(0), gathered.stride(0), *place, heads, **sizes,
+            TURN=theta is not None, BACKWARDS=backwards, num_warps=4,
+        )  # fmt: skip
     return of_sum, of_kv
 
 
@@ -312,8 +326,9 @@ def theta_grad(
     heads, blocks, sizes = _shape(grad, received.shape[2])
     del sizes["HALVES"]
     found = torch.empty(theta.shape, device=theta.device)
-    launch(turn_grads, (heads, blocks))(
-        gathered, *line, target, theta, received, grad, found, gathered.stride(0), *place, heads, **sizes,
-        BACKWARDS=backwards, num_warps=4,
-    )  # fmt: skip
+    with on_device(gathered):
+        launch(turn_grads, (heads, blocks))(
+            gathered, *line, target, theta, received, grad, found, gathered.stride(0), *place, heads, **sizes,
+            BACKWARDS=backwards, num_warps=4,
+        )  # fmt: skip
     return found

@@ -265,8 +265,8 @@ def scan_spans(
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, LRPE: tl.constexpr,
     INITIAL: tl.constexpr,
 ):  # fmt: skip
-    """From what each span adds to what it finds, in place. `move` [2, H, D]: cos and sin of a span's tokens. One
-    program a (sequence, head, slice of features)."""
+    """From what each span adds to what it finds, in place. `move`, see `fill_moves`: cos and sin of a full span's tokens
+    come first. One program a (sequence, head, slice of features)."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, vcol = tl.program_id(2) * BD + tl.arange(0, BD), tl.arange(0, VP)
     start = tl.load(sequences_ptr + sequence * 2).to(tl.int64)

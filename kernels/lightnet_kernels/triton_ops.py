@@ -67,7 +67,7 @@ def _prepare_forward(*arguments: Any) -> None:
     triton_scan.tables_of(query, triton_scan.shape_of(query, value, theta, silu), bounds)
 
 
-_replay_forward = replayed(_run_forward, _prepare_forward)
+_replay_forward = replayed(_run_forward, _prepare_forward, shared=True)
 
 
 def _fake_forward(query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, silu, return_state):
@@ -116,7 +116,7 @@ def _prepare_gradients(_grad: Tensor, *arguments: Any) -> None:
     _prepare_forward(*arguments[:8], arguments[-1], False)  # up to the bounds; silu
 
 
-_replay_gradients = replayed(_run_gradients, _prepare_gradients)
+_replay_gradients = replayed(_run_gradients, _prepare_gradients, shared=True)
 
 
 def _fake_gradients(grad, query, key, value, theta, initial_max, initial_sum, initial_kv, *_):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -47,7 +48,7 @@ class Tape(TorchDispatchMode):
     def __init__(self, inputs: list[Tensor]):
         super().__init__()
         self.inputs = len(inputs)
-        self.of: dict[int, int] = {}  # id of a live tensor -> slot
+        self.of: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id, which another tensor may get later
         self.constants: dict[int, Any] = {}
         self.numbers: dict[Any, int] = {}  # of constants that are no tensors
         self.count = 0
@@ -58,13 +59,17 @@ class Tape(TorchDispatchMode):
             self._slot(x)
 
     def _slot(self, x: Tensor) -> int:
-        self.of[id(x)] = self.count
+        self.of[id(x)] = weakref.ref(x), self.count
         self.count += 1
         return self.count - 1
 
+    def _known(self, x: Tensor) -> int | None:
+        found = self.of.get(id(x))
+        return found[1] if found is not None and found[0]() is x else None
+
     def _reads(self, x: Any) -> int:
         """Slot of a value that the next step reads. A tensor not seen so far is a constant, kept by the recording."""
-        slot = self.of.get(id(x)) if isinstance(x, Tensor) else self.numbers.get((type(x), x))
+        slot = self._known(x) if isinstance(x, Tensor) else self.numbers.get((type(x), x))
         if slot is None:
             if isinstance(x, Tensor):
                 slot = self._slot(x)
@@ -84,7 +89,9 @@ class Tape(TorchDispatchMode):
         if not all(isinstance(x, Tensor) for x in outs):
             self.failed = True  # a number that Python goes on with
             return out
-        known = [self.of.get(id(x)) for x in outs]
+        if any(x.device.type == "cpu" and y.device.type != "cpu" for x in outs for y in args if isinstance(y, Tensor)):
+            self.failed = True  # on its way to a list
+        known = [self._known(x) for x in outs]
         written = [any(x is y for y in args) for x in outs]  # in place
         slots = [
             slot if slot is not None and same else self._slot(x)
@@ -97,7 +104,7 @@ class Tape(TorchDispatchMode):
             self.steps.append(("op", func, template, slots if several else slots[0]))
         else:
             do, reads = quick
-            self.steps.append(("op", do, (tuple(_Slot(self.of[id(x)]) for x in reads), {}), slots[0]))
+            self.steps.append(("op", do, (tuple(_Slot(self._reads(x)) for x in reads), {}), slots[0]))
         return out
 
     def _template(self, x: Any) -> Any:
@@ -121,7 +128,7 @@ class Tape(TorchDispatchMode):
             return None
         places: list[int | None] = []
         for x in (output,) if isinstance(output, Tensor) else output:
-            slot = self.of.get(id(x)) if isinstance(x, Tensor) else None
+            slot = self._known(x) if isinstance(x, Tensor) else None
             if x is not None and slot is None:
                 return None
             places.append(slot)
@@ -229,15 +236,20 @@ class Recording:
         return output[0] if self.single else output
 
 
-def replayed(run: Callable[..., Any], prepare: Callable[..., None] | None = None) -> Callable[..., Any]:
+def replayed(
+    run: Callable[..., Any], prepare: Callable[..., None] | None = None, shared: bool = False
+) -> Callable[..., Any]:
     """A function of tensors, None, numbers and tuples of numbers that returns a new tensor or a tuple of new
     tensors and None. The first is a tensor; its device becomes the current one.
 
     What it does must follow from its arguments other than tensors, and from the tensors' shapes, strides and dtypes: all
-    tensors it reads are arguments or do not change. Where it looks at a tensor's values it is simply run.
+    tensors it reads are arguments or do not change. Where it takes a number out of a tensor (``item``, ``int``, ``bool``)
+    or a tensor off the card it is simply run; it must not read a CPU tensor's memory (``tolist``, ``numpy``).
 
-    `prepare`, of the same arguments, fills the caches that depend on bounds of segments. With it other bounds of a layout
-    that was met are recorded at once: every batch of packed documents has its own, for the layers to share.
+    Args:
+        prepare: of the same arguments; fills the caches that ``run`` looks into, which must not happen in a recording.
+        shared: whether many calls have the same bounds of segments (the layers of a model, with a batch of packed
+            documents): then other bounds of a layout that was met are recorded at once.
     """
 
     @functools.wraps(run)
@@ -254,23 +266,25 @@ def replayed(run: Callable[..., Any], prepare: Callable[..., None] | None = None
         with on_device(inputs[0]):
             if len({id(x) for x in inputs}) < len(inputs):
                 return run(*arguments)  # a recording could not tell which of the two a step reads
-            name = (*key, device)
+            name = (*key, device, torch.get_default_dtype())
             known: Any = _recordings.get(name)
             if known is None:
                 while len(_recordings) >= RECORDINGS:
                     _recordings.popitem(last=False)
                 _recordings[name] = known = "met"
                 layout = tuple(x for x in name if type(x) is not tuple)
-                if prepare is None or layout not in _layouts:
+                if not shared or layout not in _layouts:
                     if len(_layouts) >= RECORDINGS:
                         _layouts.clear()
                     _layouts.add(layout)
                     return run(*arguments)
-                prepare(*arguments)
             if known == "plain" or active() is not None or getattr(knobs.runtime.launch_enter_hook, "calls", None):
                 return run(*arguments)
             if known != "met":
+                _recordings.move_to_end(name)
                 return known(inputs, device)
+            if prepare is not None:
+                prepare(*arguments)
             tape = Tape(inputs)
             _local.tape = tape
             try:

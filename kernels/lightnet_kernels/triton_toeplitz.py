@@ -39,6 +39,13 @@ class RowTable(NamedTuple):
 @functools.lru_cache(maxsize=16)
 def row_table(batch: int, tokens: int, bounds: tuple[int, ...] | None, reverse: bool, device: torch.device) -> RowTable:
     """Made on the host, once for all calls alike. `reverse` runs every sequence from its end."""
+    with torch.inference_mode(False):  # training saves of it what evaluation may have made
+        return _row_table(batch, tokens, bounds, reverse, device)
+
+
+def _row_table(
+    batch: int, tokens: int, bounds: tuple[int, ...] | None, reverse: bool, device: torch.device
+) -> RowTable:
     if bounds is None:
         begin = torch.zeros(batch, dtype=torch.int64)
         lengths = torch.full((batch,), tokens, dtype=torch.int64)
@@ -63,6 +70,11 @@ def row_table(batch: int, tokens: int, bounds: tuple[int, ...] | None, reverse: 
 
 def _table(x: Tensor, bounds: list[int] | None, reverse: bool) -> RowTable:
     return row_table(x.shape[0], x.shape[1], None if bounds is None else tuple(bounds), reverse, x.device)
+
+
+def _prepare(x: Tensor, bounds: list[int] | None, reverse: bool) -> None:
+    """What a recording must find made."""
+    _table(x, bounds, reverse)
 
 
 def unsupported(x: Tensor, decay: Tensor, key_mask: Tensor | None) -> str | None:
@@ -170,7 +182,6 @@ def _unpack(packed: Tensor, x: Tensor, rows: Tensor, reverse: bool) -> None:
     )  # fmt: skip
 
 
-@replayed
 def _rows(
     x: Tensor,
     decay: Tensor,
@@ -237,7 +248,6 @@ def _outputs(
     )
 
 
-@replayed
 def _rows_backward(
     grad: Tensor,
     grad_last: Tensor | None,
@@ -322,7 +332,15 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 toeplitz_rows_backward = Operator(
-    "lightnet_kernels::toeplitz_rows_backward", None, _rows_backward, _outputs_of_backward
+    "lightnet_kernels::toeplitz_rows_backward",
+    None,
+    replayed(_rows_backward, lambda *given: _prepare(given[2], given[6], given[8])),
+    _outputs_of_backward,
 )
-toeplitz_rows = Operator("lightnet_kernels::toeplitz_rows", None, _rows, _outputs_of_toeplitz_rows)
+toeplitz_rows = Operator(
+    "lightnet_kernels::toeplitz_rows",
+    None,
+    replayed(_rows, lambda *given: _prepare(given[0], given[4], given[5])),
+    _outputs_of_toeplitz_rows,
+)
 toeplitz_rows.differentiable(_backward, _setup)

@@ -10,7 +10,7 @@ the same result up to rounding:
 
 The backward pass goes the other way: gradients of what arrived are gathered (or handed on from the last rank to the
 first), and each rank differentiates its own merges, which it does again. What travels does not depend on the number of
-tokens: per row a state, once forward and, without its maximum and length, once backward.
+tokens: per row a state, once forward and, without its maximum and length (by kernels, with its maximum), once backward.
 """
 
 from __future__ import annotations

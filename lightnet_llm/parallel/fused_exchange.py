@@ -2,7 +2,7 @@
 
 On a GPU the exchange of one layer is some 400 small operators there, forward and backward: more for the host to launch than
 all else of the layer. Here a state is packed, merged and differentiated by one kernel each
-(:mod:`lightnet_kernels.triton_exchange`); payloads have the same layout and size.
+(:mod:`lightnet_kernels.triton_exchange`). Payloads are the same forward; backward the maxima go along, a hundredth more.
 """
 
 from __future__ import annotations
@@ -18,20 +18,14 @@ from .segments import Line, SequencePlace, all_gather
 
 
 def serves(state: Any, place: SequencePlace) -> bool:
-    """Whether the kernels do this exchange: float32 scan states, gathered as they are, on a GPU with Triton (or under its
-    interpreter)."""
+    """Whether the kernels do this exchange: float32 scan states, gathered as they are, where Triton runs (whatever backend
+    the scan itself has)."""
     if not isinstance(state, ScanState) or state.kv.dtype != torch.float32 or place.in_flight != torch.float32:
         return False
-    return place.gathers and _kernels_serve(state.kv.device.type)
+    from lightnet_kernels.companions import unsupported_device
 
-
-def _kernels_serve(kind: str) -> bool:
-    from lightnet_kernels.companions import kernels
-
-    found = kernels("triton_exchange")
-    if found is None:
-        return False
-    return kind == "cuda" or (kind == "cpu" and bool(found.triton.knobs.runtime.interpret))
+    device = state.kv.device
+    return place.gathers and unsupported_device("triton_exchange", device.type, device.index) is None
 
 
 def fused_arriving(
@@ -49,7 +43,7 @@ def fused_arriving(
     sent = _Send.apply(job, state.sum, state.kv)
     if meanwhile is not None:
         meanwhile()
-    total, kv = _Receive.apply(job, None if theta is None else theta.float(), *sent)
+    total, kv = _Receive.apply(job, None if theta is None else theta.float().contiguous(), *sent)
     received, job.received = job.received, None
     assert received is not None
     return received._replace(sum=total, kv=kv)

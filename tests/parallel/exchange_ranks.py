@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightnet_kernels import additive_scan, identity_state, toeplitz_scan
+from lightnet_kernels.companions import kernels
 from torch import Tensor
 
 from lightnet_llm.parallel.fused_exchange import serves
@@ -293,21 +294,21 @@ def plant(name: str) -> None:
         globals()["plan_segments"] = shifted
     else:
         raise ValueError(f"PLANT={name}: no such fault")
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if kernels("triton_exchange") is not None:
         _plant_in_kernels(name)
 
 
 def _plant_in_kernels(name: str) -> None:
     """The same faults where kernels exchange states."""
-    from lightnet_kernels import triton_exchange as kernels
+    from lightnet_kernels import triton_exchange as exchange
 
-    arrived, given = kernels.arrived, kernels.given
+    arrived, given = exchange.arrived, exchange.given
     if name == "drop_merge":
-        kernels.arrived = lambda *x: arrived(*x[:2], (*x[2][:2], torch.full_like(x[2][2], -1)), *x[3:])
+        exchange.arrived = lambda *x: arrived(*x[:2], (*x[2][:2], torch.full_like(x[2][2], -1)), *x[3:])
     elif name == "keep_frame":
-        kernels.arrived = lambda *x: arrived(*x[:4], None, x[5])
+        exchange.arrived = lambda *x: arrived(*x[:4], None, x[5])
     elif name == "drop_gradient":
-        kernels.given = lambda *x: tuple(torch.zeros_like(y) for y in given(*x))
+        exchange.given = lambda *x: tuple(torch.zeros_like(y) for y in given(*x))
 
 
 def run_all(device: str, backend: str, dtype: torch.dtype) -> None:

@@ -30,6 +30,7 @@ def drop_state_merge() -> None:
     from lightnet_llm.parallel import sequence
 
     sequence._Chain._spread = lambda self, row_state, like, target: like  # type: ignore[method-assign]
+    sequence.serves = lambda state, place: False  # kernels merge elsewhere
 
 
 def double_replicated_norm() -> None:

@@ -9,7 +9,8 @@ import weakref
 
 import pytest
 import torch
-from lightnet_kernels import add_norm, additive_scan, gated_norm, swiglu, toeplitz_scan
+from lightnet_kernels import add_norm, additive_scan, gated_norm, norm, swiglu, toeplitz_scan
+from torch._subclasses import FakeTensorMode
 
 pytest.importorskip("triton")
 from lightnet_kernels import triton_replay
@@ -114,6 +115,30 @@ def test_tensors_go_after_their_last_use():
     assert seen == [[], [True], [False, True]]
 
 
+def test_a_tensor_with_the_id_of_a_dead_one_is_another():
+    def run(x):
+        y = x + 1
+        z = y * 2
+        del y, z
+        return x * torch.as_tensor([1.0, 2.0, 3.0])  # made without an operator
+
+    call = replayed(run)
+    for value in (1.0, 1.0, 2.0, 3.0):
+        x = torch.full((3,), value)
+        assert torch.equal(call(x), x * torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_the_default_dtype_is_part_of_a_layout():
+    call = replayed(lambda x: torch.zeros(2) + 0 * x.sum().float())
+    for _ in range(3):
+        assert call(torch.ones(1)).dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert call(torch.ones(1)).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_other_bounds_are_recorded_at_once():
     """After what depends on them is prepared."""
     prepared, ran = [], []
@@ -122,13 +147,13 @@ def test_other_bounds_are_recorded_at_once():
         ran.append(bounds)
         return torch.stack([x[one:two].sum() for one, two in itertools.pairwise(bounds)])
 
-    run = replayed(sums, lambda x, bounds: prepared.append(bounds))
+    run = replayed(sums, lambda x, bounds: prepared.append(bounds), shared=True)
     cuts = [(0, 3, 8), (0, 3, 8), (0, 5, 8), (0, 5, 8), (0, 1, 8), (0, 3, 8)]
     for seed, bounds in enumerate(cuts):
         (x,) = draw(seed, (8,))
         assert torch.equal(run(x, bounds), sums(x, bounds))
         ran.pop()
-    assert prepared == [(0, 5, 8), (0, 1, 8)] and ran == [(0, 3, 8), (0, 3, 8), (0, 5, 8), (0, 1, 8)]
+    assert prepared == [(0, 3, 8), (0, 5, 8), (0, 1, 8)] and ran == [(0, 3, 8), (0, 3, 8), (0, 5, 8), (0, 1, 8)]
 
 
 def test_recordings_are_few():
@@ -182,6 +207,17 @@ def toeplitz(seed):
     leaves = [t.requires_grad_() for t in (x, decay, gain)]
     y = toeplitz_scan(*leaves, backend="triton")
     return [y, *torch.autograd.grad(y, leaves, grad)]
+
+
+@inside
+def test_a_second_derivative_is_refused_and_fake_tensors_go_by_the_library():
+    (x,) = draw(0, (3, 2, 24))
+    x.requires_grad_()
+    y = norm(x, kind="srms", eps=1e-6, backend="triton")
+    with pytest.raises(RuntimeError, match="no second derivative; use backend='torch'"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    fake = FakeTensorMode().from_tensor(x.detach())
+    assert norm(fake, kind="srms", eps=1e-6, backend="triton").shape == x.shape  # after the mode
 
 
 @inside
