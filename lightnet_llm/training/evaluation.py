@@ -33,7 +33,8 @@ def check(config: RunConfig) -> None:
     """Refuse, before any work, tasks that could never run.
 
     Raises:
-        UserError: no lm-eval, no such task in the offline folder, no tokenizer, or a model that predicts no next token.
+        UserError: no lm-eval, no such task (in the offline folder, or of lm-eval), no tokenizer, or a model that predicts
+            no next token.
     """
     if not config.evaluation.interval:
         return
@@ -54,6 +55,14 @@ def check(config: RunConfig) -> None:
             if task not in files:
                 hint = nearest(task, list(files)) or f"; it has {', '.join(sorted(files))}"
                 raise UserError(f"evaluation.tasks: no {task}.*.jsonl in {config.evaluation.offline}{hint}")
+        return
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager()
+    known = set(manager.all_tasks) - set(manager.all_tags)  # a tag stands for several tasks and has no score
+    for task in config.evaluation.tasks:
+        if task not in known:
+            raise UserError(f"evaluation.tasks: lm-eval has no task or group {task}{nearest(task, sorted(known))}")
 
 
 class Evaluation:

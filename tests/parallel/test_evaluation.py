@@ -110,6 +110,10 @@ def test_texts_are_continued_too(text: str, ranks: Ranks, given: tuple[Path, lis
     ("override", "says"),
     [
         ("evaluation.tasks=[piqqa]", "no piqqa.*.jsonl"),
+        (
+            "evaluation.tasks=[piqa,piqqa] evaluation.offline=null",
+            "lm-eval has no task or group piqqa (did you mean 'piqa'?)",
+        ),
         ("evaluation.tasks=[]", "tasks names none"),
         ("evaluation.offline=nowhere", "nowhere"),
         ("model.causal=false", "causal language models"),
@@ -119,7 +123,7 @@ def test_what_could_never_run_is_refused(
     override: str, says: str, ranks: Ranks, given: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     config, common = given
-    arguments = ["--config", str(config), f"train.output={tmp_path}", "train.name=run", *common, override]
+    arguments = ["--config", str(config), f"train.output={tmp_path}", "train.name=run", *common, *override.split()]
     assert ranks.run(1, arguments, tmp_path / "log") == [1]
     (line,) = [x for x in (tmp_path / "log.rank0").read_text().splitlines() if x.startswith("error: ")]
     assert says in line and not (tmp_path / "run").exists()
