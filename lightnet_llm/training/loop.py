@@ -111,12 +111,14 @@ class Trainer:
             pause = time.perf_counter()
             if self._due(state.step, config.validation.interval) or (config.validation.interval and state.step == end):
                 self.validate()
-            if self.evaluation and (self._due(state.step, config.evaluation.interval) or state.step == end):
-                self.evaluate(self.evaluation)
             if saves or stop:
                 self.progress.begin("save")
                 self.saver.save(state)
                 saved, due = state.step, False
+            # After the save: tasks take minutes, and who asks for a stop will not wait for them.
+            evaluates = self._due(state.step, config.evaluation.interval) or state.step == end
+            if self.evaluation and evaluates and not stop:
+                self.evaluate(self.evaluation)
             window_start += time.perf_counter() - pause
             if stop:
                 self.ranks.log(f"stop requested: saved step {state.step}")

@@ -63,6 +63,8 @@ def test_scores_are_those_of_the_checkpoint(
     metrics = ranks.train(world, config, [*common, *overrides, *extra], tmp_path, "run")
     found = scores(metrics)
     assert list(found) == [2, 4]
+    kinds = [kind for row in metrics for kind in ("evaluation", "event") if kind in row and row["step"] == 2]
+    assert kinds == ["event", "evaluation"]  # saved, then measured
     for step, measured in found.items():
         loaded = load_model(tmp_path / "run" / "checkpoints" / store.step_name(step), "cpu")
         offline = next(item for item in common if "offline" in item).partition("=")[2]
@@ -71,6 +73,15 @@ def test_scores_are_those_of_the_checkpoint(
         for task in TASKS:
             assert measured[task]["acc"] == wanted[task]["acc,none"], (step, task)
             assert measured[task]["acc_norm"] == wanted[task]["acc_norm,none"], (step, task)
+
+
+def test_a_stop_is_not_kept_waiting(ranks: Ranks, given: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """It was asked for during step 8, at which tasks are due."""
+    config, common = given
+    overrides = [*common, "train.steps=20", "evaluation.interval=4", "checkpoint.interval=0", "parallel.tensor=2"]
+    metrics = ranks.train(2, config, overrides, tmp_path, "run", "terminate_rank_one")
+    assert list(scores(metrics)) == [4]
+    assert [row["event"] for row in metrics if "event" in row and row["step"] == 8] == ["saved", "stopped"]
 
 
 def test_training_goes_on_as_without_it(ranks: Ranks, given: tuple[Path, list[str]], tmp_path: Path) -> None:
