@@ -1,8 +1,8 @@
 """Zero-shot tasks during training, on the live weights of any layout.
 
-Where a rank holds whole layers or shares them with its tensor-parallel peers, the model that trains answers, and the
-ranks that read different samples share the questions. Where it does not (pipeline stages, ZeRO-3, token shards), every
-rank gathers the weights, a tensor at a time, into a copy that only infers, and all ranks share the questions.
+Where a rank holds all weights, the model that trains answers. Where it does not (tensor parallelism, pipeline stages,
+ZeRO-3), every rank gathers them, a tensor at a time, into a copy that only infers. All ranks share the questions, and none
+waits for another while it answers: what fails on one rank alone, such as its memory, can be told to the others.
 """
 
 from __future__ import annotations
@@ -78,19 +78,8 @@ class Evaluation:
         self.dtype = choose_dtype(None, config, engine.device)
         layout = groups.layout
         trained = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-        self.live = (
-            layout.pipeline == 1
-            and engine.zero_stage < 3
-            and not config.parallel.tensor_sequence_parallel
-            and trained == self.dtype
-        )
-        size = layout.tensor if self.live else 1  # ranks that answer a question together
+        self.live = layout.tensor == 1 and layout.pipeline == 1 and engine.zero_stage < 3 and trained == self.dtype
         self.share = Ranks(ranks.rank, layout.world, groups.control_group)
-        for place in range(size if size > 1 else 0):
-            group = [rank for rank in range(layout.world) if layout.coordinates(rank)["tensor"] == place]
-            made = dist.new_group(group, backend="gloo")
-            if ranks.rank in group:
-                self.share = Ranks(group.index(ranks.rank), len(group), made)
         names = ranks.gather([] if self.live else list(self._own()))
         self.owner = {name: rank for rank, held in reversed(list(enumerate(names))) for name in held}
 
@@ -110,6 +99,8 @@ class Evaluation:
                 found: dict[str, float] = {}
                 try:
                     found = self._scores(model, task)
+                except UserError as error:
+                    problem = _line(error)
                 except Exception as error:  # of a task's own code, of its data, of memory: training goes on
                     problem = f"{type(error).__name__}: {_line(error)}"
                 parts = self.ranks.gather((found, problem))

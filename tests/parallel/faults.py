@@ -502,19 +502,27 @@ def hide_nothing() -> None:
 
 
 def fail_task_on_rank_one() -> None:
-    """One task's model fails on the last rank alone."""
+    """The model fails on rank 1 alone while it answers one task, as where memory runs out there."""
     import os
 
+    from lightnet_llm.models import CausalLM
     from lightnet_llm.training import evaluation
 
-    original = evaluation.Evaluation._scores
+    original, hidden, now = evaluation.Evaluation._scores, CausalLM.hidden, [""]
+
+    def fails(self, *arguments, **options):  # type: ignore[no-untyped-def]
+        if now == ["sciq"] and os.environ["RANK"] == "1":
+            raise RuntimeError("planted")
+        return hidden(self, *arguments, **options)
 
     def scores(self, model, task):  # type: ignore[no-untyped-def]
-        if task == "sciq" and os.environ["RANK"] == "1":
-            raise RuntimeError("planted")
-        return {} if task == "sciq" else original(self, model, task)
+        now[:] = [task]
+        try:
+            return original(self, model, task)
+        finally:
+            now[:] = [""]
 
-    evaluation.Evaluation._scores = scores
+    evaluation.Evaluation._scores, CausalLM.hidden = scores, fails
 
 
 def continued(loaded, ranks=None) -> float:  # type: ignore[no-untyped-def]

@@ -99,7 +99,7 @@ def test_training_goes_on_as_without_it(ranks: Ranks, given: tuple[Path, list[st
     assert set(scores(rows)[1]) == {"piqa", "arc_easy", "seconds"}
     log = (tmp_path / "run.log.rank0").read_text()
     assert log.count("warning: evaluation.tasks") == 4
-    assert "warning: evaluation.tasks sciq at step 1: RuntimeError: planted; training goes on\n" in log
+    assert "warning: evaluation.tasks sciq at step 1: process 1: RuntimeError: planted; training goes on\n" in log
     failed = [row for row in read_metrics(tmp_path / "run") if row.get("event") == "evaluation failed"]
     assert [row["task"] for row in failed] == ["sciq"] * 4
 
