@@ -525,6 +525,37 @@ def fail_task_on_rank_one() -> None:
     evaluation.Evaluation._scores, CausalLM.hidden = scores, fails
 
 
+def noted(found):  # type: ignore[no-untyped-def]
+    """Keep every log likelihood that lm-eval is told, in the order of its requests."""
+    from lightnet_eval import language_model
+
+    original = language_model.likelihoods
+
+    def likelihoods(*arguments):  # type: ignore[no-untyped-def]
+        answers = original(*arguments)
+        found.extend(answer.log_likelihood for answer in answers)
+        return answers
+
+    language_model.likelihoods = likelihoods
+    return lambda: setattr(language_model, "likelihoods", original)
+
+
+def note_likelihoods() -> None:
+    """Log likelihoods stand beside the scores of a task."""
+    from lightnet_llm.training import evaluation
+
+    original = evaluation.Evaluation._scores
+
+    def scores(self, model, task):  # type: ignore[no-untyped-def]
+        found = []
+        restore = noted(found)
+        measured = original(self, model, task)
+        restore()
+        return {**measured, "nats": {str(index): value for index, value in enumerate(found)}}
+
+    evaluation.Evaluation._scores = scores
+
+
 def continued(loaded, ranks=None) -> float:  # type: ignore[no-untyped-def]
     """A number that tells the continuations of three prompts."""
     import zlib
