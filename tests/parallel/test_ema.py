@@ -85,6 +85,7 @@ def test_it_is_the_plain_formula(
     assert store.read_manifest(folder_of(run, STEPS))["ema"] == DECAY
 
 
+@pytest.mark.slow
 def test_it_is_exported_and_loaded_on_request(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """In the dtype as trained, or exactly in fp32, and without pickles; what has none says so."""
     extra = [*KEEP, BF16, "parallel.tensor=2", "train.stop_at_step=3"]

@@ -226,7 +226,6 @@ def test_a_second_derivative_is_refused_and_fake_tensors_go_by_the_library():
     [
         lambda seed: scan(seed, True, True),
         lambda seed: scan(seed, True, False, bounds=[0, 3, 3, 70]),
-        lambda seed: scan(seed, True, True, state=True),
         lambda seed: scan(seed, False, False),
         lambda seed: scan(seed, False, True, bounds=[0, 3, 3, 70]),
         lambda seed: scan(seed, False, True, state=True),
