@@ -1,4 +1,4 @@
-"""docs/data.md: every command in it is one that the command line takes, and its YAML file one that prep reads."""
+"""docs/data.md and docs/images.md: every command is one that the command line takes, the YAML file one that prep reads."""
 
 import re
 import shlex
@@ -11,13 +11,21 @@ from lightnet_llm.cli import main
 from lightnet_llm.config.prep import load_prep
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
-LINES = re.findall(r"^    (lightnet (?:.*\\\n)*.*)$", PAGE, re.MULTILINE)
-COMMANDS = [
-    re.sub(r"\\\n\s*", "", line) for line in [*LINES, *re.findall(r"`(lightnet (?:prep|data|train) [^`]*)`", PAGE)]
-]
+IMAGES = (Path(__file__).parents[3] / "docs" / "images.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "INPUT" not in c and "SRC" not in c])
+def commands_of(page: str) -> list[str]:
+    lines = re.findall(r"^    (lightnet (?:.*\\\n)*.*)$", page, re.MULTILINE)
+    inline = re.findall(r"`(lightnet (?:prep|data|train) [^`]*)`", page)
+    return [re.sub(r"\\\n\s*", "", line) for line in [*lines, *inline]]
+
+
+COMMANDS = commands_of(PAGE)
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in [*COMMANDS, *commands_of(IMAGES)] if "INPUT" not in c and "SRC" not in c]
+)
 def test_command_is_taken(command: str) -> None:
     words = shlex.split(command, comments=True)[1:]
     group: click.Command = main
@@ -32,6 +40,7 @@ def test_command_is_taken(command: str) -> None:
 
 def test_all_commands_were_found() -> None:
     assert len(COMMANDS) >= 10 and {c.split()[1] for c in COMMANDS} == {"prep", "data", "train"}
+    assert {c.split()[1] for c in commands_of(IMAGES)} >= {"train", "eval", "sample", "report"}
 
 
 def test_the_yaml_file_is_read(tmp_path: Path) -> None:
