@@ -69,3 +69,26 @@ def test_drawn_images_do_not_depend_on_the_batch() -> None:
     model.cuda()
     for batch in (6, 4, 1):
         assert (draw(model, wanted, sampler, batch) - on_cpu).abs().max() < 2e-2, batch
+
+
+def test_patches_are_embedded_in_fp32_with_gradients_of_the_same_bits() -> None:
+    """cuDNN's convolutions would take TF32 by default (errors of 1e-3)."""
+    from lightnet_llm.config import ModelConfig
+    from lightnet_llm.models import initialize
+    from lightnet_llm.models.patches import PatchEmbedding
+
+    image = {"size": [32, 32], "patch": 2, "channels": 4, "classes": 5}
+    fields = {"head": "denoiser", "causal": False, "axes": 2, "norm": "layer", "layers": 1, "width": 384, "heads": 6}
+    embedding = PatchEmbedding(ModelConfig.model_validate({**fields, "glu_width": 64, "image": image}))
+    initialize(embedding, 1)
+    images = torch.randn(64, 4, 32, 32, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        wanted = embedding.double()(images.double())
+        embedding.float().cuda()
+        assert (embedding(images.cuda()).cpu() - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+    def gradient() -> torch.Tensor:
+        return torch.autograd.grad(embedding(images.cuda()).square().sum(), embedding.weight)[0]
+
+    first = gradient()
+    assert all(torch.equal(gradient(), first) for _ in range(5))
