@@ -148,13 +148,16 @@ def _quick(func: Any, args: Any, out: Tensor) -> tuple[Callable[..., Tensor], tu
         ), ()
     if func in _ZERO and out.is_contiguous():
         return functools.partial(torch.zeros, tuple(out.shape), dtype=out.dtype, device=out.device), ()
-    if func.is_view and isinstance(args[0], Tensor) and out.dtype == args[0].dtype and out.layout == torch.strided:
-        size, stride, further = tuple(out.shape), out.stride(), out.storage_offset() - args[0].storage_offset()
+    base = args[0] if args else None
+    if func.is_view and isinstance(base, Tensor) and out.dtype == base.dtype and out.layout == torch.strided:
+        if out.untyped_storage()._cdata != base.untyped_storage()._cdata:
+            return None  # may be a view, and is not: x.to(x.dtype, copy=True)
+        size, stride, further = tuple(out.shape), out.stride(), out.storage_offset() - base.storage_offset()
 
         def view(x: Tensor) -> Tensor:
             return x.as_strided(size, stride, x.storage_offset() + further)
 
-        return view, (args[0],)
+        return view, (base,)
     return None
 
 

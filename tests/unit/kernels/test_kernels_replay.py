@@ -128,6 +128,17 @@ def test_a_tensor_with_the_id_of_a_dead_one_is_another():
         assert torch.equal(call(x), x * torch.tensor([1.0, 2.0, 3.0]))
 
 
+def test_a_copy_that_may_be_a_view_is_a_copy():
+    def run(x):
+        y = x + 1
+        return y, torch.ops.aten.to.dtype(y, y.dtype, False, True), torch.ops.aten.to.dtype(y, y.dtype)
+
+    call = replayed(run)
+    for _ in range(3):
+        one, two, three = call(torch.ones(2))
+        assert torch.equal(one, two) and one.data_ptr() != two.data_ptr() and three.data_ptr() == one.data_ptr()
+
+
 def test_the_default_dtype_is_part_of_a_layout():
     call = replayed(lambda x: torch.zeros(2) + 0 * x.sum().float())
     for _ in range(3):
