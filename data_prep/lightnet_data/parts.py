@@ -1,7 +1,7 @@
 """How a corpus is cut into parts: the unit of work, of what is not redone, and of the canonical order.
 
 Parts depend on the sources alone, never on workers: a run of small files, one file, or a range of bytes of a large
-uncompressed one of JSON lines.
+uncompressed one of JSON lines or of documents behind a separator.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from typing import Any
 from lightnet_data.errors import DataError
 from lightnet_data.options import OF_THE_MERGE
 from lightnet_data.output import replace
-from lightnet_data.reading import Span
+from lightnet_data.reading import Span, is_unambiguous
 from lightnet_data.sources import Source, Sources
 
 PART_BYTES = 1 << 26
@@ -80,7 +80,7 @@ def cut(sources: Sources, inputs: Sequence[str], request: dict[str, Any]) -> Pla
         if size + stamp[0] > PART_BYTES and group:
             plan.spans.append(group)
             group, size = [], 0
-        if source.format == "jsonl" and source.compression is None and source.url is None and stamp[0] > PART_BYTES:
+        if stamp[0] > PART_BYTES and _divides(source, request.get("separator")):
             bounds = [*range(0, stamp[0], PART_BYTES), stamp[0]]
             plan.spans += [[Span(source, start, end)] for start, end in itertools.pairwise(bounds)]
             continue
@@ -89,6 +89,13 @@ def cut(sources: Sources, inputs: Sequence[str], request: dict[str, Any]) -> Pla
     if group:
         plan.spans.append(group)
     return plan
+
+
+def _divides(source: Source, separator: str | None) -> bool:
+    """Whether a range of a file's bytes can be read alone."""
+    if source.compression is not None or source.url is not None:
+        return False
+    return source.format == "jsonl" or (source.format == "text" and separator is not None and is_unambiguous(separator))
 
 
 @lru_cache(maxsize=4)

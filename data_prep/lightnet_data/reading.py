@@ -1,6 +1,7 @@
 """Documents of one source file, or of a byte range of it, and everything that can be wrong with it."""
 
 import hashlib
+import itertools
 import json
 import re
 import stat
@@ -54,7 +55,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes [start, end) of a source; ``end`` None: all of it. A line belongs to the span that it begins in."""
+    """Bytes [start, end) of a source; ``end`` None: all of it. A line (document) belongs to the span that it begins in."""
 
     source: Source
     start: int = 0
@@ -75,7 +76,7 @@ def read(span: Span, options: Options, digest: Any = None) -> Iterator[Document 
     the next record does.
 
     Args:
-        span: the file, or a part of an uncompressed one of JSON lines.
+        span: the file, or a part of an uncompressed one of JSON lines or of documents behind a separator.
         options: names the fields and the separator.
         digest: a hashlib object that is fed the span's bytes as they are on disk.
     """
@@ -94,6 +95,10 @@ def read(span: Span, options: Options, digest: Any = None) -> Iterator[Document 
                 from lightnet_data.records import parquet
 
                 yield from parquet(source, file, options, digest)
+                return
+            if span.end is not None and source.format == "text":
+                assert options.separator is not None
+                yield from _texts_of_range(source, file, span.start, span.end, options.separator.encode(), digest)
                 return
             if span.end is not None:
                 lines = _lines_of_range(source, file, span.start, span.end, digest)
@@ -247,26 +252,89 @@ def _texts(source: Source, chunks: Iterator[bytes], separator: str | None) -> It
         else:
             yield _text_document(source.name, data, 0)
         return
-    mark, offset, number = separator.encode(), 0, 0
-    begun: list[bytes] = []  # of a document whose end has not come: searched once, joined once
+    number, offset, rest = 0, 0, b""
+    for number, (offset, rest, ended) in enumerate(_pieces(chunks, separator.encode()), start=1):
+        if ended:
+            yield _text_document(f"{source.name}, document {number}", rest, offset)
+    yield from _last_text(f"{source.name}, document {number}", rest, offset, number == 1)
+
+
+def _last_text(place: str, rest: bytes, offset: int, alone: bool) -> Iterator[Document | Problem]:
+    """What lies behind the last separator."""
+    if rest.strip() or alone:
+        yield _text_document(place, rest, offset)
+    elif rest:
+        yield Problem(BLANK, f"{place}: nothing but white space behind the last separator")
+
+
+def _pieces(chunks: Iterator[bytes], mark: bytes) -> Iterator[tuple[int, bytes, bool]]:
+    """(offset, bytes, whether a mark follows) of what lies between marks; the last has none behind it."""
+    offset = 0
+    begun: list[bytes] = []  # of a piece whose end has not come: searched once, joined once
     tail = b""  # its last bytes, in which a mark may begin
     for chunk in chunks:
         *ends, rest = (tail + chunk).split(mark)
         for end in ends:
-            number += 1
             piece = b"".join([*begun, end])
             begun.clear()
-            yield _text_document(f"{source.name}, document {number}", piece, offset)
+            yield offset, piece, True
             offset += len(piece) + len(mark)
         kept = max(0, len(rest) - len(mark) + 1)
         begun.append(rest[:kept])
         tail = rest[kept:]
-    rest = b"".join([*begun, tail])
-    place = f"{source.name}, document {number + 1}"
-    if rest.strip() or not number:
-        yield _text_document(place, rest, offset)
-    elif rest:
-        yield Problem(BLANK, f"{place}: nothing but white space behind the last separator")
+    yield offset, b"".join([*begun, tail]), False
+
+
+def is_unambiguous(separator: str) -> bool:
+    """Whether its occurrences cannot overlap, so that they are the same wherever one begins to look."""
+    mark = separator.encode()
+    return not any(mark.startswith(mark[shift:]) for shift in range(1, len(mark)))
+
+
+def _texts_of_range(
+    source: Source, file: BinaryIO, start: int, end: int, mark: bytes, digest: Any
+) -> Iterator[Document | Problem]:
+    """The documents that begin in bytes [start, end) of a file: behind a mark, or at its first byte."""
+    before = b""
+    if start:
+        file.seek(max(0, start - len(mark)))
+        before = file.read(min(start, len(mark)))  # a document at `start` has its mark here
+    chunks = _raw(_Range(file, end - start), digest)
+    begin = start - len(before)
+    if not start:
+        chunks = _contents(source, chunks)
+    else:
+        found = _behind(itertools.chain([before], chunks), mark)
+        if found is None:
+            return
+        skipped, rest = found
+        begin += skipped
+        if begin >= end:  # the next range's
+            return
+        chunks = itertools.chain([rest], chunks)
+    further = iter(lambda: file.read(CHUNK_BYTES), b"")
+    behind = f" behind byte {start}" if start else ""
+    for number, (offset, piece, ended) in enumerate(_pieces(itertools.chain(chunks, further), mark), start=1):
+        place = f"{source.name}, document {number}{behind}"
+        if ended:
+            yield _text_document(place, piece, begin + offset)
+            if begin + offset + len(piece) + len(mark) >= end:
+                return
+        else:
+            yield from _last_text(place, piece, begin + offset, number == 1 and not start)
+
+
+def _behind(chunks: Iterator[bytes], mark: bytes) -> tuple[int, bytes] | None:
+    """How many bytes lie up to the end of the first mark, and what follows it in its chunk; None without one."""
+    passed, tail = 0, b""
+    for chunk in chunks:
+        text = tail + chunk
+        at = text.find(mark)
+        if at >= 0:
+            return passed + at + len(mark), text[at + len(mark) :]
+        kept = max(0, len(text) - len(mark) + 1)
+        passed, tail = passed + kept, text[kept:]
+    return None
 
 
 def _text_document(place: str, data: bytes, offset: int) -> Document | Problem:

@@ -38,6 +38,38 @@ def test_ranges_give_every_line_once(
     assert [getattr(item, "text", item) for item in documents(path)] == texts
 
 
+@given(
+    text=st.text("ab-é \n", max_size=80),
+    mark=st.text("ab-é", min_size=1, max_size=4),
+    size=st.integers(1, 40),
+    chunk=st.integers(1, 9),
+)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_ranges_give_every_document_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, mark: str, size: int, chunk: int
+) -> None:
+    """The documents, blanks and problems of the whole file, in its order, wherever ranges and chunks end."""
+    path = tmp_path / "a.txt"
+    path.write_text(text)
+    options = Options(separator=mark)
+
+    def read(size: int) -> list[tuple[object, ...]]:
+        monkeypatch.setattr(parts, "PART_BYTES", size)
+        plan = parts.cut(sources.find([path]), [str(path)], {"separator": mark})
+        assert len(plan.spans) == 1 or reading.is_unambiguous(mark)
+        found = [item for part in plan.spans for span in part for item in reading.read(span, options)]
+        return [(getattr(item, "text", None), getattr(item, "kind", None)) for item in found]
+
+    whole = read(1000)
+    monkeypatch.setattr(reading, "CHUNK_BYTES", chunk)
+    assert read(size) == whole
+
+
+def test_separators_that_overlap_themselves_do_not_divide() -> None:
+    assert all(map(reading.is_unambiguous, ["\n", "<end>", "ab", "<|endoftext|>"]))
+    assert not any(map(reading.is_unambiguous, ["\n\n", "aba", "--"]))
+
+
 def test_formats_give_the_same_texts(tmp_path: Path) -> None:
     table = pyarrow.table({"text": TEXTS, "meta": [{"pile_set_name": "a"}] * 4})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
