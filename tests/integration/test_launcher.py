@@ -45,7 +45,13 @@ def ours(marker: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("overrides", [["parallel.tensor=2"], ["parallel.pipeline=2"]], ids=["plain", "pipeline"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(["parallel.tensor=2"], id="plain"),
+        pytest.param(["parallel.pipeline=2"], id="pipeline", marks=pytest.mark.slow),
+    ],
+)
 def test_sigterm_saves_and_resume_equals_no_stop(
     overrides: list[str], ranks: SpawnedRanks, tiny: Path, tmp_path: Path
 ) -> None:

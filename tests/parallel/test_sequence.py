@@ -55,7 +55,10 @@ def test_kernels_of_the_exchange(world: str) -> None:
     exchange_ranks(world, "cpu", "torch", "float32", TRITON_INTERPRET="1", timeout=290)
 
 
-@pytest.mark.parametrize("plant", ["drop_merge", "keep_frame", "drop_gradient", pytest.param("shift_edge", marks=SLOW)])
+@pytest.mark.parametrize(
+    "plant",
+    ["drop_merge", "drop_gradient", pytest.param("keep_frame", marks=SLOW), pytest.param("shift_edge", marks=SLOW)],
+)
 def test_a_fault_in_the_kernels_of_the_exchange_is_seen(plant: str) -> None:
     pytest.importorskip("triton")
     with pytest.raises(AssertionError, match=r"AssertionError: all_gather .*: (output|key|value|query|theta): "):
