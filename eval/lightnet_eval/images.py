@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from lightnet_llm.checkpoint.store import read_manifest, resolve
-from lightnet_llm.checkpoint.weights import folder_of, load_into, load_weights
 from lightnet_llm.config import RunConfig
-from lightnet_llm.errors import UserError
-from lightnet_llm.inference.load import choose_device, choose_dtype, read_config
-from lightnet_llm.models import ImageClassifier, initialize
-from lightnet_llm.models.parameters import spec_of
+from lightnet_llm.inference.load import load_image_model
+from lightnet_llm.models import ImageClassifier
 from lightnet_llm.parallel.clock import Clock
 from lightnet_llm.training.image_data import check_classes
 from lightnet_llm.training.image_data import folder_of as data_folder
@@ -48,21 +43,9 @@ def load_classifier(
     Raises:
         UserError: no whole checkpoint there, or of another model.
     """
-    folder = resolve(Path(path), warn=lambda line: print(f"warning: {line}", file=sys.stderr))
-    config = read_config(folder)
-    if config.model.head != "classifier":
-        raise UserError(f"{folder}: holds a {config.model.head}; name a run of head: classifier")
-    place = choose_device(device)
-    kind = choose_dtype(dtype, config, place)
-    model = ImageClassifier(config.model)
-    initialize(model, 0)
-    load_into(model, load_weights(folder, folder_of(weights)), str(folder))
-    model.to(place)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.float32 if spec_of(parameter).keep_fp32 else kind)
-    manifest = read_manifest(folder)
+    model, config, manifest = load_image_model(path, ImageClassifier, "classifier", device, dtype, weights)
     step, classes = int(manifest.get("state", {}).get("step", 0)), list(manifest.get("data", {}).get("classes", []))
-    return LoadedClassifier(model.eval().requires_grad_(False), config, step, classes)
+    return LoadedClassifier(model, config, step, classes)
 
 
 @torch.no_grad()

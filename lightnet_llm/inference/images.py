@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..checkpoint.store import read_manifest, resolve
-from ..checkpoint.weights import folder_of, load_into, load_weights
 from ..config import RunConfig
 from ..errors import UserError, nearest
-from ..models import Denoiser, diffusion, initialize
+from ..models import Denoiser, diffusion
 from ..models.denoiser import guided
-from ..models.parameters import spec_of
-from .load import choose_device, choose_dtype, read_config
+from .load import load_image_model
 
 SAMPLERS = ("ddpm", "ddim")
 
@@ -58,28 +54,13 @@ def load_denoiser(
     Raises:
         UserError: no whole checkpoint there, or of another model.
     """
-    if not Path(path).exists():
-        raise UserError(f"{path}: no such checkpoint; name a run folder or a folder such as .../step_00000100")
-    folder = resolve(Path(path), warn=lambda line: print(f"warning: {line}", file=sys.stderr))
-    config = read_config(folder)
-    if config.model.head != "denoiser":
-        raise UserError(f"{folder}: holds a {config.model.head}, which draws nothing; name a run of head: denoiser")
-    which = weights or ("trained" if config.train.ema is None else "ema")
-    place = choose_device(device)
-    kind = choose_dtype(dtype, config, place)
-    model = Denoiser(config.model)
-    initialize(model, 0)
-    load_into(model, load_weights(folder, folder_of(which)), str(folder))
-    model.to(place)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.float32 if spec_of(parameter).keep_fp32 else kind)
-    manifest = read_manifest(folder)
-    names, latents = _trained_on(manifest.get("data", {}), folder)
+    model, config, manifest = load_image_model(path, Denoiser, "denoiser", device, dtype, weights)
+    names, latents = _trained_on(manifest.get("data", {}), path)
     step = int(manifest.get("state", {}).get("step", 0))
-    return LoadedDenoiser(model.eval().requires_grad_(False), config, names, latents, step)
+    return LoadedDenoiser(model, config, names, latents, step)
 
 
-def _trained_on(data: dict[str, Any], folder: Path) -> tuple[list[str], dict[str, Any]]:
+def _trained_on(data: dict[str, Any], folder: str | Path) -> tuple[list[str], dict[str, Any]]:
     """Classes and factors from what the checkpoint says of its data: the folder of today may be another."""
     latents = data.get("latents", {})
     if data.get("kind") != "images" and not {"scaling_factor", "shift_factor"} <= set(latents):

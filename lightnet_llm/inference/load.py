@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import yaml
@@ -17,8 +17,10 @@ from ..checkpoint.store import read_manifest, resolve
 from ..checkpoint.weights import folder_of, load_into, load_weights
 from ..config import RunConfig, validate
 from ..errors import UserError
-from ..models import CausalLM
+from ..models import CausalLM, Denoiser, ImageClassifier, initialize
 from ..models.parameters import declare, spec_of
+
+Image = TypeVar("Image", ImageClassifier, Denoiser)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -96,6 +98,38 @@ def _empty_model(
         )
     place = choose_device(device)
     return allocate(config, place, choose_dtype(dtype, config, place))
+
+
+def load_image_model(
+    path: str | Path, kind: type[Image], head: str, device: str | None, dtype: str | None, weights: str | None
+) -> tuple[Image, RunConfig, dict[str, Any]]:
+    """A model of one image head, its run's configuration and the checkpoint's manifest.
+
+    Args:
+        path: a run folder or a checkpoint of any layout.
+        kind, head: class of the model, and ``model.head`` of the runs that train it.
+        device, dtype: as of ``load_model``.
+        weights: "trained" or "ema"; None: the average of a run that keeps one.
+
+    Raises:
+        UserError: no whole checkpoint there, or of another head.
+    """
+    if not Path(path).exists():
+        raise UserError(f"{path}: no such checkpoint; name a run folder or a folder such as .../step_00000100")
+    folder = resolve(Path(path), warn=lambda line: print(f"warning: {line}", file=sys.stderr))
+    config = read_config(folder)
+    if config.model.head != head:
+        raise UserError(f"{folder}: holds a {config.model.head}; name a run of head: {head}")
+    which = weights or ("trained" if config.train.ema is None else "ema")
+    place = choose_device(device)
+    precision = choose_dtype(dtype, config, place)
+    model = kind(config.model)
+    initialize(model, 0)
+    load_into(model, load_weights(folder, folder_of(which)), str(folder))
+    model.to(place)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32 if spec_of(parameter).keep_fp32 else precision)
+    return model.eval().requires_grad_(False), config, read_manifest(folder)
 
 
 def run_folder_of(folder: Path) -> Path:
