@@ -101,7 +101,8 @@ def _tensor(part: Part, work: Work, every: int, accumulation: int) -> tuple[int,
 
 
 def _sequence(part: Part, work: Work, every: int, accumulation: int) -> tuple[int, int]:
-    """A state for each row and block, forward and (without maxima) backward; MD-TPE's once."""
+    """A state for each row and block, forward and (without maxima) backward; MD-TPE's once. On GPUs the maxima go along
+    backward, a hundredth more, which is not counted."""
     ranks, model = part.choice.sequence, part.model
     if ranks == 1:
         return 0, 0
