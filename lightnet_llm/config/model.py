@@ -36,9 +36,10 @@ class ImageConfig(Section):
 class ModelConfig(Section):
     """A LightNet model. Parameter counts of the presets follow from these fields alone."""
 
-    head: Literal["causal_lm", "masked_lm", "classifier", "denoiser"] = Field(
+    head: Literal["causal_lm", "masked_lm", "sequence_classifier", "classifier", "denoiser"] = Field(
         default="causal_lm",
-        description="What the blocks carry: a language model, an image classifier, a diffusion denoiser.",
+        description="What the blocks carry: a language model, a classifier of sentences, an image classifier, a diffusion "
+        "denoiser.",
     )
     layers: int = Field(gt=0, description="Number of LightNet blocks.")
     width: int = Field(gt=0, description="Width d of the residual stream.")
@@ -48,6 +49,9 @@ class ModelConfig(Section):
         default=0,
         ge=0,
         description="Tokens that can occur, before padding to a multiple of 128 x TP; language models need it.",
+    )
+    classes: int | None = Field(
+        default=None, gt=0, description="Classes of a sequence classifier; 1: a regression, whose output is the value."
     )
     image: ImageConfig | None = Field(default=None, description="Input of a classifier or denoiser.")
     mixer: Literal["lightnet", "softmax"] = Field(
@@ -116,15 +120,18 @@ class ModelConfig(Section):
     @property
     def ties_head(self) -> bool:
         """Whether the head's weight is the embedding's."""
-        return self.tie_embeddings and self.image is None
+        return self.tie_embeddings and self.head in ("causal_lm", "masked_lm")
 
     @model_validator(mode="after")
     def _cross_checks(self) -> "ModelConfig":
-        language = self.head in ("causal_lm", "masked_lm")
+        language = self.head in ("causal_lm", "masked_lm", "sequence_classifier")
         if language != (self.image is None):
             raise ValueError(f"image is {'not for' if language else 'missing, and needed by'} head: {self.head}")
         if language != (self.vocab_size > 0):
             raise ValueError(f"vocab_size is {'missing, and needed by' if language else 'not for'} head: {self.head}")
+        if (self.head == "sequence_classifier") != (self.classes is not None):
+            found = "missing, and needed by" if self.classes is None else "not for"
+            raise ValueError(f"classes is {found} head: {self.head}")
         if self.causal and self.head != "causal_lm":
             raise ValueError(f"head: {self.head} needs causal: false")
         if not language and self.axes != 2:

@@ -313,6 +313,19 @@ class RunConfig(Section):
     )
 
     @model_validator(mode="after")
+    def _sentences(self) -> "RunConfig":
+        given = self.parallel
+        if self.model.head == "sequence_classifier":
+            for name in ("pipeline", "sequence", "tensor_sequence_parallel"):
+                if getattr(given, name) > 1 or getattr(given, name) is True:
+                    raise ValueError(
+                        f"parallel.{name}: head: sequence_classifier takes tensor parallelism and ZeRO; leave it out"
+                    )
+            if self.data.mixture:
+                raise ValueError("data.mixture is of text; give head: sequence_classifier one folder as data.path")
+        return self
+
+    @model_validator(mode="after")
     def _images(self) -> "RunConfig":
         image = self.model.image
         if image is None:

@@ -8,6 +8,7 @@ from .context import ForwardContext, ModelState
 from .denoiser import Denoiser
 from .layers import PlainLayers
 from .parameters import count_parameters, initialize
+from .sequence_classifier import SequenceClassifier
 
 __all__ = [
     "CausalLM",
@@ -17,12 +18,19 @@ __all__ = [
     "ImageClassifier",
     "ModelState",
     "PlainLayers",
+    "SequenceClassifier",
     "build_model",
     "count_parameters",
     "initialize",
 ]
 
-HEADS = {"causal_lm": CausalLM, "masked_lm": CausalLM, "classifier": ImageClassifier, "denoiser": Denoiser}
+HEADS = {
+    "causal_lm": CausalLM,
+    "masked_lm": CausalLM,
+    "sequence_classifier": SequenceClassifier,
+    "classifier": ImageClassifier,
+    "denoiser": Denoiser,
+}
 
 
 def build_model(config: ModelConfig, layers: PlainLayers | None = None) -> Backbone:
