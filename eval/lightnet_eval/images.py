@@ -36,9 +36,9 @@ class LoadedClassifier(NamedTuple):
 
 
 def load_classifier(
-    path: str | Path, device: str | None = None, dtype: str | None = None, weights: str = "trained"
+    path: str | Path, device: str | None = None, dtype: str | None = None, weights: str | None = "trained"
 ) -> LoadedClassifier:
-    """Load a classifier; arguments as of ``load_model``.
+    """Load a classifier; arguments as of ``load_image_model``.
 
     Raises:
         UserError: no whole checkpoint there, or of another model.

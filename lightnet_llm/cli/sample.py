@@ -28,6 +28,13 @@ from .output import replacing, writable
 @click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Changes no image.")
 @click.option("--device", help="cpu, cuda, cuda:1 ... [default: the first GPU]")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="[default: as trained; fp32 on the CPU]")
+@click.option(
+    "--reference", metavar="DIR|NPZ", help="Real images, DIR[/SPLIT]: also say how far from them all classes are."
+)
+@click.option(
+    "--features", metavar="RUN|FILE", help="With --reference: a classifier's run, or Inception in TorchScript."
+)
+@click.option("--figures", metavar="FILE", help="With --reference: the figures as JSON.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
 def sample(
     checkpoint: str,
@@ -45,11 +52,17 @@ def sample(
     batch_size: int,
     device: str | None,
     dtype: str | None,
+    reference: str | None,
+    features: str | None,
+    figures: str | None,
     as_json: bool,
 ) -> None:
     """Draw images from CHECKPOINT (a run folder or a step's folder of head: denoiser).
 
     Under torchrun every rank draws its share, on a GPU of its own where there are as many; the images are the same.
+
+    With --reference and --features: the Frechet distance from real images, class score, precision and recall in the features
+    of the net named; of Inception's these are FID, sFID and Inception score. The grid then shows eight of ten classes.
     """
     import numpy as np
     import torch
@@ -59,7 +72,9 @@ def sample(
     from ..inference import images
 
     place = _Place()
-    picture, arrays = writable("--output", output), writable("--npz", npz)
+    picture, arrays, table = writable("--output", output), writable("--npz", npz), writable("--figures", figures)
+    if (reference is None) != (features is None) or (figures is not None and reference is None):
+        raise UserError("--reference, --features go together, and --figures with both; give what is missing")
     loaded = images.load_denoiser(checkpoint, device or place.device, dtype, weights)
     image = loaded.config.model.image
     assert image is not None
@@ -70,11 +85,15 @@ def sample(
         )
     if not latent and vae is not None:
         raise UserError(f"{checkpoint}: draws pixels, which no VAE decodes; leave out --vae")
-    default = [str(number) for number in range(min(10, image.classes))]
+    trained = min(len(loaded.classes) or image.classes, image.classes)
+    default = [str(number) for number in range(trained if reference else min(10, image.classes))]
     numbers = images.class_numbers(classes.split(",") if classes else default, loaded)
     steps = steps if steps is not None else (250 if sampler == "ddpm" else 50)
     how = images.Sampler(sampler, steps, guidance, seed, clip=not latent)
     how.scheduler()
+    against = None
+    if reference is not None and features is not None and not place.rank:  # before the work: it may not be there
+        against = _Against(reference, features, device or place.device)
     wanted = [(label, number) for label in numbers for number in range(per_class)]
     mine = wanted[place.rank :: place.size]
     with tqdm(
@@ -93,14 +112,53 @@ def sample(
     if arrays is not None:
         with replacing(arrays) as partial, partial.open("wb") as file:  # given a name, numpy would add .npz to it
             np.savez_compressed(file, images=pixels, labels=np.array([label for label, _ in wanted]))
-    assert picture is not None
-    with replacing(picture) as partial:
-        Image.fromarray(images.grid(pixels, per_class)).save(partial, "PNG")
     facts: dict[str, Any] = {"checkpoint": checkpoint, "step": loaded.step, "output": output, "images": len(wanted)}
     facts |= {"sampler": sampler, "steps": steps, "guidance": guidance, "seed": seed, "classes": numbers}
-    click.echo(
-        json.dumps(facts) if as_json else f"{output}: {len(wanted)} images of step {loaded.step:,}, a row a class"
-    )
+    shown, columns = pixels, per_class
+    if against is not None:
+        share = None if latent else loaded.config.augmentation.center_share
+        facts["figures"] = against.figures(pixels, share)
+        if table is not None:
+            with replacing(table) as partial:
+                partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        columns = min(per_class, 8)
+        shown = pixels.reshape(len(numbers), per_class, *pixels.shape[1:])[:10, :columns].reshape(-1, *pixels.shape[1:])
+    assert picture is not None
+    with replacing(picture) as partial:
+        Image.fromarray(images.grid(shown, columns)).save(partial, "PNG")
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    click.echo(f"{output}: {len(wanted)} images of step {loaded.step:,}, a row a class")
+    if "figures" in facts:
+        click.echo(_shown(facts["figures"]))
+
+
+def _shown(figures: dict[str, Any]) -> str:
+    """One line of figures that are there."""
+    values = {name: value for name, value in figures.items() if isinstance(value, float) and "deviation" not in name}
+    listed = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items())
+    counts = f"{figures['images']:,} images against {figures['reference_images']:,}"
+    return f"in features of {figures['features']}, {counts}: {listed}"
+
+
+class _Against:
+    """Real images and the net that looks at them and at the drawn ones."""
+
+    def __init__(self, reference: str, features: str, device: str | None) -> None:
+        from lightnet_eval.features import Reference, open_net
+
+        self.reference, self.net = reference, open_net(features, device)
+        Reference(reference, (1, 1), 1.0)  # is there
+
+    def figures(self, pixels: Any, center_share: float | None) -> dict[str, Any]:
+        """Of uint8 [N, H, W, 3]."""
+        from lightnet_eval.features import Reference, batches, compare, look
+        from tqdm import tqdm
+
+        real = Reference(self.reference, pixels.shape[1:3], center_share)
+        with tqdm(total=real.count + len(pixels), file=sys.stderr, leave=False, delay=1, desc="figures") as bar:
+            return compare(self.net, look(self.net, batches(pixels), bar.update), look(self.net, real, bar.update))
 
 
 def _size(given: str | None, patch: int) -> tuple[int, int] | None:
