@@ -54,6 +54,7 @@ def measure(
     location: str | None = None,
     limit: int | None = None,
     progress: Callable[[int], object] = lambda count: None,
+    size: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Figures of a split, by the crop and the numbers of validation in training.
 
@@ -61,14 +62,20 @@ def measure(
         location: FOLDER/SPLIT; None: the held-out split of the run's data.
         limit: only the first so many images.
         progress: told how many images were done.
+        size: height and width of whole patches that images are cropped to, by the same rule; None: as in training. Positions
+            are functions of rows and columns, so that any size has them.
 
     Raises:
         UserError: the split's numbers stand for other classes than those trained on.
 
     Returns:
-        loss in nats, top1, top5, images, class_names, and confusion[true class][predicted class] in images.
+        loss in nats, top1, top5, images, size, class_names, and confusion[true class][predicted class] in images.
     """
     model, config = loaded.model, loaded.config
+    if size is not None:
+        config = config.model_copy(deep=True)
+        assert config.model.image is not None
+        config.model.image.size = size
     task, clock = ClassifierTask(config), Clock(0)
     where = location or f"{data_folder(config)}/validation"
     samples = task.held_out(where)
@@ -94,7 +101,8 @@ def measure(
         )
         progress(rows)
     means = dict(zip(("loss", "top1", "top5"), (total / count).tolist(), strict=True))
-    return {**means, "images": count, "class_names": samples.classes, "confusion": confusion.tolist()}
+    facts = {"images": count, "size": list(task.image.size), "class_names": samples.classes}
+    return {**means, **facts, "confusion": confusion.tolist()}
 
 
 def draw_confusion(facts: dict[str, Any], path: str | Path) -> None:

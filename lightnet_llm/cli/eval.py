@@ -46,6 +46,7 @@ from .output import replacing, writable
 @click.option(
     "--output", metavar="FILE", help="Write the JSON there too; RUN/heldout.json is shown by lightnet report."
 )
+@click.option("--size", metavar="HxW", help="Of a classifier: pixels other than in training, in whole patches.")
 @click.option("--log-samples", is_flag=True, help="With --tasks: every question and answer in the JSON, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and only that, on standard output.")
 def eval_(
@@ -64,6 +65,7 @@ def eval_(
     device: str | None,
     dtype: str | None,
     output: str | None,
+    size: str | None,
     log_samples: bool,
     as_json: bool,
 ) -> None:
@@ -96,7 +98,9 @@ def eval_(
         for name, value in of_text.items():
             if value:
                 raise UserError(f"{name} goes with language models; {checkpoint} is of a classifier: leave it out")
-        return measure_images(checkpoint, data, limit, device, dtype, weights, target, as_json)
+        return measure_images(checkpoint, data, limit, device, dtype, weights, target, as_json, size)
+    if size is not None:
+        raise UserError(f"--size goes with image classifiers; {checkpoint} is none: leave it out")
     _check_options(data, text, subset_field, tasks, offline, max_length, baselines, processes, log_samples)
     if processes is not None and processes > 1 and "RANK" not in os.environ:
         _launch(processes)

@@ -99,7 +99,7 @@ def sample(
     with tqdm(
         total=steps * len(mine), file=sys.stderr, leave=False, delay=1, desc="sample", disable=place.rank > 0
     ) as bar:
-        drawn = images.draw(loaded.model, mine, how, batch_size, _size(size, image.patch), bar.update)
+        drawn = images.draw(loaded.model, mine, how, batch_size, size_of(size, image.patch), bar.update)
     if vae is not None and mine:
         drawn = images.decode(drawn, vae, loaded.latents, loaded.model.head.weight.device)
     if not torch.isfinite(drawn).all():
@@ -161,7 +161,12 @@ class _Against:
             return compare(self.net, look(self.net, batches(pixels), bar.update), look(self.net, real, bar.update))
 
 
-def _size(given: str | None, patch: int) -> tuple[int, int] | None:
+def size_of(given: str | None, patch: int) -> tuple[int, int] | None:
+    """Height and width of ``--size``.
+
+    Raises:
+        UserError: not a size, or not one of whole patches.
+    """
     if given is None:
         return None
     high, _, wide = given.partition("x")

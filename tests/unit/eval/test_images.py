@@ -10,6 +10,7 @@ import torch
 import yaml
 from click.testing import CliRunner
 from lightnet_data.image_dataset import ImageSamples
+from lightnet_data.image_transforms import CenterCrop
 from lightnet_eval.images import load_classifier, measure
 
 from lightnet_llm.cli import main
@@ -50,6 +51,25 @@ def test_figures_are_those_of_the_definition(run: Path) -> None:
     assert facts["top1"] == pytest.approx(confusion.trace() / 12) and facts["top5"] == pytest.approx(1.0)
     assert measure(loaded, limit=5)["images"] == 5
     assert isinstance(samples, ImageSamples)
+
+
+@pytest.mark.parametrize("size", [(24, 20), (8, 16), (4, 4)])
+def test_other_sizes_than_trained(size: tuple[int, int], run: Path) -> None:
+    """Larger, of the other shape, a single patch: the model itself on the crop that validation would make of that size."""
+    loaded = load_classifier(run, "cpu")
+    config, crop = loaded.config, CenterCrop(size, loaded.config.augmentation.center_share)
+    samples = ImageSamples(str(config.data.path), "validation", crop, shuffle=False)
+    mean, std = (torch.tensor(x).view(3, 1, 1) for x in (config.augmentation.mean, config.augmentation.std))
+    pixels = torch.stack([torch.from_numpy(samples[i]["image"]) for i in range(12)]).float() / 255
+    assert pixels.shape[2:] == size
+    chances = loaded.model((pixels - mean) / std).logits.log_softmax(1)
+    labels = torch.tensor([samples[i]["label"] for i in range(12)])
+    result = CliRunner().invoke(main, ["eval", str(run), "--size", f"{size[0]}x{size[1]}", "--json"])
+    facts = json.loads(result.stdout)
+    assert facts["size"] == list(size) and facts["loss"] == pytest.approx(-float(chances[range(12), labels].mean()))
+    assert np.diag(facts["confusion"]).sum() == int((chances.argmax(1) == labels).sum())
+    assert loaded.config.model.image is not None and loaded.config.model.image.size == (16, 12)
+    assert abs(facts["loss"] - measure(loaded)["loss"]) > 1e-3
 
 
 def test_the_command_and_the_report(run: Path, tmp_path: Path) -> None:
@@ -116,6 +136,9 @@ def test_what_is_refused(run: Path, tmp_path: Path) -> None:
         ([str(run), "--weights", "ema"], "holds no exponential average"),
         ([str(run), "--output", "nowhere/x.png"], "--output nowhere/x.png: cannot be written"),
         ([str(run), "--output", str(tmp_path)], "cannot be written"),
+        ([str(run), "--size", "16x13"], "--size 16x13: not made of whole patches of 4"),
+        ([str(run), "--size", "16"], "--size 16: must be HEIGHTxWIDTH"),
+        (["elsewhere", "--size", "16x12"], "--size goes with image classifiers"),
         ([str(run), "--tasks", "paper"], "--tasks goes with language models"),
         ([str(run), "--text", "x.txt", "--tasks", "paper"], "--tasks goes with language models"),
         ([str(run), "--text", "x.txt"], "--text goes with language models"),
