@@ -142,7 +142,7 @@ class Encoder:
             from diffusers import AutoencoderKL
         except ImportError:
             raise DataError("latents need diffusers: pip install 'lightnet-llm[vision]'") from None
-        self.options, self.device = options, _device(options.device)
+        self.options, self.device = options, device_of(options.device)
         try:
             self._vae = AutoencoderKL.from_pretrained(
                 str(path), local_files_only=True, torch_dtype=PRECISIONS[options.precision]
@@ -192,7 +192,12 @@ class Encoder:
         return stored
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device of ``--device``.
+
+    Raises:
+        DataError: it is not here.
+    """
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
         torch.empty(1, device=device)

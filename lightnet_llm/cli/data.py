@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from .data_images import images, latents
+from .data_images import images, latents, vae
 from .progress import bar
 
 
@@ -135,4 +135,5 @@ def _print(facts: dict[str, Any]) -> None:
 
 
 data.add_command(images)
+data.add_command(vae)
 data.add_command(latents)
