@@ -170,7 +170,7 @@ def _train(
         return (step + 1) / warmup if step < warmup else 0.5 * (1.0 + math.cos(math.pi * rest))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    losses = []
+    losses: list[float] = []
     for images in _batches(samples, options.batch, options.steps * options.batch):
         images = images.to(device)
         latents = model.encode(images).latent_dist
