@@ -58,7 +58,7 @@ test-full: install mini-pile eval-data  ## everything that is slow, too, on fetc
 	@mkdir -p tests/logs
 	{ date -u +%F; $(BIN)/python --version; $(PYTEST) -m "not system and not gpu" --timeout 1200; } 2>&1 | tee tests/logs/test-full.log
 
-test-system: install  ## what needs root, iproute2 and Debian (pdsh, sshd and Slurm are fetched, not installed); leaves a log
+test-system: install  ## what needs root, iproute2 and Debian (pdsh, sshd, Slurm and chromium are fetched, not installed); leaves a log
 	@mkdir -p tests/logs
 	{ date -u +%F; $(BIN)/python --version; $(PYTEST) -m system --timeout 1200; } 2>&1 | tee tests/logs/test-system.log
 

@@ -13,6 +13,7 @@ from typing import Any
 # Mid tones that stay readable on white and on near-black; told apart also by people with colour-blindness (Okabe-Ito).
 PALETTE = ("#0d80c9", "#e07b00", "#0aa06e", "#d1569c", "#b8860b", "#8a63d2", "#d64f2b", "#4c9fb3")
 INK = "#010203"  # stands for the page's text colour until the SVG is done
+BACK = "#030201"  # and this for what is behind it
 POINTS = 1200  # more than a screen shows
 MOST_MARKS = 150
 MANY = 120  # from here on, a line of means is drawn over the single values
@@ -33,14 +34,19 @@ class Line:
 
 @dataclass
 class Mark:
-    """Something that happened at a place of the x axis; ``kind`` is resumed, saved, stopped or finished."""
+    """Something that happened at a place of the x axis; ``kind`` is one of ``MARKS``, or saved."""
 
     x: float
     kind: str
     color: str
 
 
-MARKS = {"resumed": (":", 1.2, 0.9), "stopped": ("--", 1.0, 0.7), "finished": ("-", 0.8, 0.35)}
+MARKS = {
+    "resumed": (":", 1.2, 0.9),
+    "stopped": ("--", 1.0, 0.7),
+    "finished": ("-", 0.8, 0.35),
+    "skipped": ("-.", 0.8, 0.6),
+}
 
 
 def chart(
@@ -57,7 +63,7 @@ def chart(
     """An SVG element, or an empty string when there is nothing to draw.
 
     Args:
-        marks: dotted (resumed), dashed (stopped) or thin (finished) lines, ticks on the axis (saved).
+        marks: dotted (resumed), dashed (stopped), thin (finished) or dash-dotted (skipped) lines, ticks on the axis (saved).
         log: logarithmic y axis, when all values are positive.
         from_zero: y axis starts at 0.
         clip_peaks: the y axis leaves out the highest values of the beginning, so that the rest can be told apart.
@@ -77,10 +83,10 @@ def chart(
         **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
     }
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+        figure = Figure(figsize=(5.4, 2.9), layout="constrained")
         axes = figure.add_subplot()
-        for line in drawn:
-            _draw(axes, line)
+        for index, line in enumerate(drawn):
+            _draw(axes, line, f"line-{index}")
         _draw_marks(axes, marks)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.6)
@@ -91,19 +97,32 @@ def chart(
         values = [value for line in drawn for value in line.y]
         if log and min(values) > 0:
             axes.set_yscale("log")
+            for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                which(_plain_numbers())
         elif max(map(abs, values)) >= 10_000:
             axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         elif max(map(abs, values)) < 0.01:
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
         if from_zero:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.08 * max(values) or None)  # a level line, too, stays clear of the edge
         if clip_peaks:
             _clip(axes, values)
         if len(drawn) > 1 or drawn[0].label:
-            axes.legend(frameon=False, fontsize=8, ncols=2 if len(drawn) > 4 else 1)
+            axes.legend(facecolor=BACK, framealpha=0.8, edgecolor="none", fontsize=8, ncols=2 if len(drawn) > 4 else 1)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     return _inline(buffer.getvalue(), title)
+
+
+def _plain_numbers() -> Any:
+    """The labels that a logarithmic axis chooses, as 0.5 and not as 5 x 10^-1."""
+    from matplotlib.ticker import LogFormatter
+
+    class Plain(LogFormatter):
+        def __call__(self, value: float, position: Any = None) -> str:
+            return f"{value:.3g}" if super().__call__(value, position) else ""
+
+    return Plain(minor_thresholds=(1.5, 0.7))
 
 
 def _finite(line: Line) -> Line:
@@ -117,17 +136,18 @@ def _plain(label: str) -> str:
     return "\u200b" + label if label.startswith("_") else label
 
 
-def _draw(axes: Any, line: Line) -> None:
+def _draw(axes: Any, line: Line, gid: str) -> None:
+    """``gid`` becomes the id of the group that holds the line, and its markers, in the SVG."""
     style = "--" if line.dashed else "-"
     marker = "o" if (line.markers and len(line.x) < MANY) or len(line.x) == 1 else None
     if line.smooth and len(line.x) >= MANY:
         x, y = thin(line.x, line.y)
         axes.plot(x, y, color=line.color, linewidth=0.7, alpha=0.3)
         x, y = thin(line.x, moving_mean(line.y, max(3, len(line.y) // 60)))
-        axes.plot(x, y, style, color=line.color, linewidth=1.5, label=line.label)
+        axes.plot(x, y, style, color=line.color, linewidth=1.5, label=line.label, gid=gid)
         return
     x, y = thin(line.x, line.y)
-    axes.plot(x, y, style, color=line.color, linewidth=1.5, label=line.label, marker=marker, markersize=3)
+    axes.plot(x, y, style, color=line.color, linewidth=1.5, label=line.label, marker=marker, markersize=3, gid=gid)
 
 
 def _draw_marks(axes: Any, marks: Sequence[Mark]) -> None:
@@ -188,7 +208,7 @@ def _inline(svg: str, title: str) -> str:
     prefix = re.sub(r"\W+", "-", title.lower()).strip("-")
     svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
     svg = re.sub(r'href="#', f'href="#{prefix}-', svg)
-    svg = svg.replace("url(#", f"url(#{prefix}-").replace(INK, "currentColor")
+    svg = svg.replace("url(#", f"url(#{prefix}-").replace(INK, "currentColor").replace(BACK, "var(--back)")
     label = title.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
     return re.sub(r'<svg\s+height="[^"]*"(.*?)\swidth="[^"]*"', r"<svg\1", svg, count=1, flags=re.DOTALL).replace(
         "<svg", f'<svg role="img" aria-label="{label}"', 1

@@ -13,6 +13,12 @@ from .read import Run
 
 EVENTS_SHOWN = 40
 BASELINE_COLOR = "#8b95a1"
+UNITS = {"classifier": "nats an image", "denoiser": "objective"}
+
+
+def unit(run: Run) -> str:
+    """What the losses of a run are in."""
+    return UNITS.get(str((run.config.get("model") or {}).get("head")), "nats a token")
 
 
 def view(run: Run, color: str, several: bool) -> dict[str, Any]:
@@ -77,9 +83,9 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
             found.append(("tokens", quantity(last["tokens"])))
     losses = [value for value in run.series("loss")[1] if math.isfinite(value)]
     if losses:
-        found.append(("last train loss, nats", f"{losses[-1]:.4f}"))
+        found.append((f"last train loss, {unit(run)}", f"{losses[-1]:.4f}"))
     for name, (_, values) in run.validation_series("loss").items():
-        found.append((f"best {name} loss, nats", f"{min(values):.4f}"))
+        found.append((f"best {name} loss, {unit(run)}", f"{min(values):.4f}"))
     if run.heldout and isinstance(run.heldout.get("bits_per_byte"), (int, float)):
         found.append(("held-out bits per byte", f"{run.heldout['bits_per_byte']:.4f}"))
     speeds = [value for value in run.series("tokens_per_second")[1] if value > 0]
@@ -88,6 +94,9 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
     memory = run.series("memory_bytes")[1]
     if memory:
         found.append(("peak memory", f"{max(memory) / 1e9:.2f} GB"))
+    pauses = [save["pause_seconds"] for save in run.saves if isinstance(save.get("pause_seconds"), (int, float))]
+    if pauses:
+        found.append(("pause for a checkpoint, median", f"{statistics.median(pauses):.3g} s"))
     times = [row["time"] for row in run.steps if isinstance(row.get("time"), (int, float))]
     if len(times) > 1:
         found.append(("first to last step", duration(times[-1] - times[0])))

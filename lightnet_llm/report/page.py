@@ -19,7 +19,8 @@ from .read import Run, flat, read_run
 from .template import PAGE, STYLE
 
 LEGEND = (
-    "Events: dotted line, resumed; dashed line, stopped; thin line, finished; tick on the axis, checkpoint saved. "
+    "Events: dotted line, resumed; dashed line, stopped; thin line, finished; dots and dashes, a step skipped; "
+    "tick on the axis, checkpoint saved. "
     "Long series: the faint line holds every value (extremes kept), the strong one their moving mean."
 )
 
@@ -111,22 +112,21 @@ def _sections(runs: Sequence[Run], colors: Sequence[str]) -> list[tuple[str, lis
     by_tokens = [_over_tokens(line, run) for line, run in loss]
     bits = _validation_lines(pairs, several, "bits_per_byte")
     top1 = _validation_lines(pairs, several, "top1")
+    units = " or ".join(dict.fromkeys(facts.unit(run) for run in runs))
     groups = [
         (
             "Loss",
             [
-                (
-                    "Loss over steps",
-                    chart("Loss over steps", _only(loss), marks, y_label="nats a token", clip_peaks=True),
-                ),
+                ("Loss over steps", chart("Loss over steps", _only(loss), marks, y_label=units, clip_peaks=True)),
                 (
                     "Loss over tokens",
-                    chart("Loss over tokens", by_tokens, x_label="tokens", y_label="nats a token", clip_peaks=True),
+                    chart("Loss over tokens", by_tokens, x_label="tokens", y_label=units, clip_peaks=True),
                 ),
                 ("Validation, bits per byte", chart("Validation bits per byte", _only(bits), marks)),
                 ("Validation, top-1", chart("Validation top-1", _only(top1), marks)),
             ],
         ),
+        ("Evaluation tasks", _evaluation_charts(pairs, several, marks)),
         (
             "Optimisation",
             [
@@ -178,6 +178,18 @@ def _validation_lines(pairs: Pairs, several: bool, metric: str) -> list[tuple[Li
             label = f"{run.name}, {name}" if several else name
             lines.append((Line(label, x, y, own, dashed=several, markers=True), run))
     return lines
+
+
+def _evaluation_charts(pairs: Pairs, several: bool, marks: Sequence[Mark]) -> list[tuple[str, str]]:
+    """A chart a metric with a line a task; for several runs one a metric and task, with a line a run."""
+    figures: dict[str, list[Line]] = {}
+    for run, color in pairs:
+        for metric in run.metrics():
+            for index, (task, (x, y)) in enumerate(run.evaluation_series(metric).items()):
+                title = f"{metric} of {task}" if several else metric
+                label, own = (run.name, color) if several else (task, PALETTE[index % len(PALETTE)])
+                figures.setdefault(title, []).append(Line(label, x, y, own, markers=True))
+    return [(title, chart(f"Evaluation {title}", lines, marks)) for title, lines in figures.items()]
 
 
 def _over_tokens(line: Line, run: Run) -> Line:

@@ -21,6 +21,8 @@ class Run:
         path: its folder.
         steps: lines of metrics.jsonl about training steps, ordered by step.
         validations: (step, {name: {loss, perplexity, bits_per_byte}}), ordered by step.
+        evaluations: (step, {task: {metric: score}}), ordered by step.
+        saves: what each checkpoint cost, as training writes it.
         events: lines about resumes, saves and stops, as they happened.
         config: resolved configuration, and its text.
         environments: one entry a start: versions, command, commit.
@@ -34,6 +36,8 @@ class Run:
     path: Path
     steps: list[dict[str, Any]] = field(default_factory=list)
     validations: list[tuple[int, dict[str, dict[str, float]]]] = field(default_factory=list)
+    evaluations: list[tuple[int, dict[str, dict[str, float]]]] = field(default_factory=list)
+    saves: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
@@ -54,14 +58,27 @@ class Run:
 
     def validation_series(self, metric: str) -> dict[str, tuple[list[float], list[float]]]:
         """Steps and values of ``loss``, ``perplexity`` or ``bits_per_byte`` for each validation set."""
-        found: dict[str, tuple[list[float], list[float]]] = {}
-        for step, sets in self.validations:
-            for name, values in sets.items():
-                if isinstance(values, dict) and _is_number(values.get(metric)):
-                    steps, numbers = found.setdefault(name, ([], []))
-                    steps.append(step)
-                    numbers.append(values[metric])
-        return found
+        return _by_name(self.validations, metric)
+
+    def evaluation_series(self, metric: str) -> dict[str, tuple[list[float], list[float]]]:
+        """Steps and values of a metric of lm-eval for each task that has it."""
+        return _by_name(self.evaluations, metric)
+
+    def metrics(self) -> list[str]:
+        """Metrics of the tasks that were answered, standard errors left out."""
+        scores = [scores for _, tasks in self.evaluations for scores in tasks.values() if isinstance(scores, dict)]
+        return list(dict.fromkeys(name for found in scores for name in found if not name.endswith("_stderr")))
+
+
+def _by_name(rows: list[tuple[int, Any]], metric: str) -> dict[str, tuple[list[float], list[float]]]:
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for step, named in rows:
+        for name, values in named.items():
+            if isinstance(values, dict) and _is_number(values.get(metric)):
+                steps, numbers = found.setdefault(name, ([], []))
+                steps.append(step)
+                numbers.append(values[metric])
+    return found
 
 
 def _is_number(value: Any) -> bool:
@@ -80,6 +97,7 @@ def read_run(path: str | Path) -> Run:
         raise UserError(f"{folder}: holds no metrics.jsonl; name a run folder, as `lightnet train` writes under runs/")
     run = Run(folder.resolve().name, folder)
     sets: dict[int, dict[str, dict[str, float]]] = {}
+    tasks: dict[int, dict[str, dict[str, float]]] = {}
     for row in _json_lines(metrics, run):
         if not _is_number(row.get("step")):
             run.damaged += 1
@@ -87,10 +105,14 @@ def read_run(path: str | Path) -> Run:
             run.events.append(row)
         elif isinstance(row.get("validation"), dict):
             sets.setdefault(row["step"], {}).update(row["validation"])
-        else:
+        elif isinstance(row.get("evaluation"), dict):
+            tasks.setdefault(row["step"], {}).update(row["evaluation"])
+        elif isinstance(row.get("checkpoint"), dict):
+            run.saves.append(row["checkpoint"])
+        elif "loss" in row:
             run.steps.append(row)
     run.steps = sorted({row["step"]: row for row in run.steps}.values(), key=lambda row: row["step"])
-    run.validations = sorted(sets.items())
+    run.validations, run.evaluations = sorted(sets.items()), sorted(tasks.items())
     run.config_text = _text(folder / "config.yaml") or ""
     try:
         run.config = yaml.safe_load(run.config_text) or {}

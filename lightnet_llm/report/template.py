@@ -11,12 +11,12 @@ body { margin: 0; background: var(--back); color: var(--ink);
 main { max-width: 1160px; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
 h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2.4rem 0 .7rem; }
 h3 { font-size: .92rem; font-weight: 600; margin: 0 0 .3rem; }
-p { margin: .4rem 0; } .soft { color: var(--soft); } .small { font-size: .85rem; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: .7rem; margin-top: 1.3rem; }
+h1, h2, h3, p { overflow-wrap: anywhere; } p { margin: .4rem 0; } .soft { color: var(--soft); } .small { font-size: .85rem; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(155px, 1fr)); gap: .7rem; margin-top: 1.3rem; }
 .tile { background: var(--box); border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem; }
-.tile b { display: block; font-size: 1.25rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+.tile b { display: block; white-space: nowrap; font-size: 1.2rem; font-weight: 600; font-variant-numeric: tabular-nums; }
 .tile span { color: var(--soft); font-size: .8rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap: 1.2rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(480px, 100%), 1fr)); gap: 1.2rem; }
 figure { margin: 0; border: 1px solid var(--line); border-radius: 8px; padding: .8rem .8rem .3rem; }
 figure svg { width: 100%; height: auto; display: block; } figure svg text { font-family: inherit; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
@@ -29,6 +29,10 @@ td.name { white-space: nowrap; }
 pre { background: var(--box); border: 1px solid var(--line); border-radius: 8px; padding: .8rem 1rem; overflow-x: auto;
       font: .82rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; margin: .5rem 0; }
 pre.sample { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 32rem; overflow-y: auto; }
+@media (max-width: 600px) {
+  main { padding: 1.2rem .8rem 3rem; } figure { padding: .6rem .3rem .2rem; } h3 { padding-left: .4rem; }
+  .tiles { grid-template-columns: 1fr 1fr; } .tile b { font-size: 1.05rem; }
+}
 details { margin: .5rem 0; } summary { cursor: pointer; color: var(--soft); }
 """
 

@@ -38,6 +38,8 @@ def make_run(tmp_path: Path) -> Maker:
                 held = {"loss": loss + 0.1, "perplexity": math.exp(loss + 0.1), "bits_per_byte": (loss + 0.1) / 3}
                 rows.append({"step": step, "time": 1e9 + step, "validation": {"heldout": held}})
                 rows.append({"step": step, "time": 1e9 + step, "validation": {"code": {"loss": loss - 0.2}}})
+                saved = {"step": step, "pause_seconds": 0.25}
+                rows.append({"step": step, "time": 1e9 + step, "checkpoint": saved})
                 rows.append({"step": step, "time": 1e9 + step, "event": "saved"})
             if step == 20:
                 rows.append({"step": 20, "time": 1e9 + 25, "event": "resumed", "layout": "2 ranks"})

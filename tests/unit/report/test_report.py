@@ -1,6 +1,7 @@
 """The page about a run: what it says, that it stands alone, that nothing in it is taken for markup."""
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -83,6 +84,7 @@ def test_one_run(make_run: Maker) -> None:
         "torch 2.13.0",
         "glu_width: 64",
         "layout 2 ranks",
+        "0.25 spause for a checkpoint, median",
     ):
         assert wanted in page.text, wanted
     assert page.tags.count("svg") == 7
@@ -167,6 +169,40 @@ def test_reading_drops_what_a_resume_ran_again(make_run: Maker) -> None:
     read = read_run(run)
     assert len(read.steps) == 40 and read.steps[6]["loss"] == 9.0
     assert read.validation_series("loss")["code"][0] == [10, 20, 30, 40]
+
+
+def test_only_lines_with_a_loss_are_steps(make_run: Maker) -> None:
+    """What a checkpoint or an evaluation says of a step stands beside its loss and does not replace it."""
+    run = make_run("made")
+    with (run / "metrics.jsonl").open("a") as file:
+        scores = {"acc": 0.25, "acc_stderr": 0.01}
+        file.write(json.dumps({"step": 40, "evaluation": {"piqa": scores, "arc": {"acc": 0.5}, "seconds": 2.5}}) + "\n")
+        file.write(json.dumps({"step": 40, "something": "new"}) + "\n")
+    read = read_run(run)
+    assert [row["loss"] for row in read.steps] == pytest.approx([2 + 3 * math.exp(-s / 10) for s in range(1, 41)])
+    assert read.saves == [{"step": step, "pause_seconds": 0.25} for step in (10, 20, 30, 40)]
+    assert read.metrics() == ["acc"] and read.damaged == 0
+    assert read.evaluation_series("acc") == {"piqa": ([40], [0.25]), "arc": ([40], [0.5])}
+    _, page = page_of(str(run))
+    assert "Evaluation tasks" in page.text and "piqa" in page.text and "acc_stderr" not in page.text
+
+
+def test_tasks_of_several_runs_have_a_chart_each(make_run: Maker, tmp_path: Path) -> None:
+    runs = [make_run("first"), make_run("second")]
+    for run, score in zip(runs, (0.25, 0.5), strict=True):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 40, "evaluation": {"piqa": {"acc": score}, "arc": {"acc": score}}}) + "\n")
+    _, page = page_of(*map(str, runs), "--output", str(tmp_path / "both.html"))
+    assert "acc of piqa" in page.text and "acc of arc" in page.text
+
+
+@pytest.mark.parametrize(("head", "unit"), [("classifier", "nats an image"), (None, "nats a token")])
+def test_losses_have_the_unit_of_their_head(make_run: Maker, head: str | None, unit: str) -> None:
+    run = make_run("made")
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("head: causal_lm", f"head: {head}") if head else "")
+    _, page = page_of(str(run))
+    assert f"last train loss, {unit}" in page.text and page.text.count(unit) >= 4  # tiles and axes
 
 
 @pytest.mark.parametrize(
