@@ -68,6 +68,7 @@ def test_other_sizes_than_trained(size: tuple[int, int], run: Path) -> None:
     facts = json.loads(result.stdout)
     assert facts["size"] == list(size) and facts["loss"] == pytest.approx(-float(chances[range(12), labels].mean()))
     assert np.diag(facts["confusion"]).sum() == int((chances.argmax(1) == labels).sum())
+    assert measure(loaded, size=size)["loss"] == pytest.approx(facts["loss"])
     assert loaded.config.model.image is not None and loaded.config.model.image.size == (16, 12)
     assert abs(facts["loss"] - measure(loaded)["loss"]) > 1e-3
 
