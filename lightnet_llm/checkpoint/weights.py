@@ -172,10 +172,17 @@ def describe_part(path: Path) -> dict[str, Part]:
 def load_into(model: nn.Module, weights: dict[str, Tensor], source: str, tensor_rank: int = 0) -> None:
     """Copy full tensors into a model of any tensor-parallel layout; its dtype is kept.
 
+    A model with a ``fresh`` head (names that begin so) keeps its own where the weights are those of another model on the
+    same blocks.
+
     Raises:
         UserError: a tensor is missing, left over or of another shape; the message names the first.
     """
     wanted = dict(model.named_parameters())
+    fresh = getattr(model, "fresh", None)
+    if fresh is not None and not any(name.startswith(fresh) and name in weights for name in wanted):
+        wanted = {name: parameter for name, parameter in wanted.items() if not name.startswith(fresh)}
+        weights = {name: tensor for name, tensor in weights.items() if not name.startswith(fresh)}
     for name, parameter in wanted.items():
         if name not in weights:
             raise UserError(f"{source}: has no tensor '{name}'{nearest(name, list(weights))}; it is another model")

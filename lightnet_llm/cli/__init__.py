@@ -17,6 +17,7 @@ VERBS = {
     "launch": "Write ready files for Slurm, Kubernetes, torchrun or the deepspeed launcher.",
     "convert": "Convert weights to and from Hugging Face folders, and average checkpoints.",
     "eval": "Measure a checkpoint on held-out text: nats, bits per byte, perplexity.",
+    "glue": "Fine-tune a masked language model on GLUE or other sentence tasks, and measure it.",
     "generate": "Continue a prompt from a checkpoint.",
     "sample": "Draw images from a diffusion model's checkpoint.",
     "report": "Draw a run's losses, rates and throughput into one HTML page.",

@@ -17,10 +17,10 @@ from ..checkpoint.store import read_manifest, resolve
 from ..checkpoint.weights import folder_of, load_into, load_weights
 from ..config import RunConfig, validate
 from ..errors import UserError
-from ..models import CausalLM, Denoiser, ImageClassifier, initialize
+from ..models import CausalLM, Denoiser, ImageClassifier, SequenceClassifier, initialize
 from ..models.parameters import declare, spec_of
 
-Image = TypeVar("Image", ImageClassifier, Denoiser)
+Image = TypeVar("Image", ImageClassifier, Denoiser, SequenceClassifier)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -103,7 +103,7 @@ def _empty_model(
 def load_image_model(
     path: str | Path, kind: type[Image], head: str, device: str | None, dtype: str | None, weights: str | None
 ) -> tuple[Image, RunConfig, dict[str, Any]]:
-    """A model of one image head, its run's configuration and the checkpoint's manifest.
+    """A model of one head that is no language model's, its run's configuration and the checkpoint's manifest.
 
     Args:
         path: a run folder or a checkpoint of any layout.

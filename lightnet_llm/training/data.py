@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from ..config.run import RunConfig
 from ..errors import UserError
-from . import image_data
+from . import image_data, sentence_data
 from .masking import rule_of
 from .schedule import Budget
 from .sources import (
@@ -45,6 +45,8 @@ def check_tokenizer(config: RunConfig) -> Path | None:
     if config.model.image is not None:
         image_data.folder_of(config)
         return None
+    if config.model.head == "sequence_classifier":
+        return sentence_data.tokenizer_of(config)
     source = common_tokenizer(sources_of(config))
     size = int(source.tokenizer.get("vocab_size", 0))
     if size > config.model.vocab_size:
@@ -66,6 +68,8 @@ def check_sets(config: RunConfig, note: Note = _unsaid) -> dict[str, Any]:
     """
     if config.model.image is not None:
         return image_data.check(config)
+    if config.model.head == "sequence_classifier":
+        return sentence_data.check(config)
     tokens = {}
     for name, source in sources_of(config).items():
         opened = source.open(config)
@@ -88,6 +92,8 @@ def check_validation(config: RunConfig, note: Note = _unsaid) -> None:
     """
     if config.model.image is not None:
         return image_data.check_validation(config)
+    if config.model.head == "sequence_classifier":
+        return sentence_data.check_validation(config)
     for prefix in validation_prefixes(config, note).values():
         if config.validation.interval:
             PackedTokens(prefix, config.data.sequence_length, shuffle=False).windows.check()
@@ -120,6 +126,8 @@ def validation_prefixes(config: RunConfig, note: Note = _unsaid) -> dict[str, st
     """
     if config.model.image is not None:
         return image_data.validation_locations(config)
+    if config.model.head == "sequence_classifier":
+        return sentence_data.validation_locations(config)
     prefixes = {}
     for name, source in sources_of(config).items():
         prefix = f"{source.folder}/validation"

@@ -12,6 +12,8 @@ from ..errors import UserError, nearest
 from .sources import common_tokenizer, sources_of, tokenizer_file
 
 SPELLINGS = ("[MASK]", "<mask>", "<|mask|>")
+# Tokens that some tokenizers write out as text and that stand for none of it.
+UNWRITTEN = ("<unk>", "[UNK]", "<|unk|>", "<pad>", "[PAD]", "<|pad|>", "<|padding|>")
 
 
 def rule_of(config: RunConfig) -> Masking:
@@ -28,7 +30,7 @@ def rule_of(config: RunConfig) -> Masking:
     if file is not None:
         tokenizer = Tokenizer.load(file)
         pieces = {tokenizer.piece(token): token for token in range(tokenizer.vocab_size)}
-        special.update(tokenizer.special_ids())
+        special.update(tokenizer.special_ids(), (pieces[x] for x in UNWRITTEN if x in pieces))
         wanted = config.masking.token
         if wanted is not None and wanted not in pieces:
             hint = nearest(wanted, list(pieces)) or "; null takes the first id after the tokenizer's own"

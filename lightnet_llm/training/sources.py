@@ -17,7 +17,7 @@ from lightnet_data.mixture import Mixture, Schedule, Stage
 
 from ..config.run import RunConfig
 from ..errors import UserError, nearest
-from . import image_data
+from . import image_data, sentence_data
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,8 @@ def epochs(config: RunConfig, samples: int) -> list[dict[str, Any]]:
     """What a run of ``samples`` samples takes of each source: name, stored tokens, tokens and share of the run, epochs."""
     if config.model.image is not None:
         return image_data.epochs(config, samples)
+    if config.model.head == "sequence_classifier":
+        return sentence_data.epochs(config, samples)
     sources = sources_of(config)
     if config.data.mixture:
         used = used_sources(config)

@@ -182,6 +182,10 @@ class LanguageTask(Task):
 
 def task_of(config: RunConfig) -> Task:
     """The task of ``model.head``."""
+    if config.model.head == "sequence_classifier":
+        from .sentence_task import SentenceTask
+
+        return SentenceTask(config)
     if config.model.image is None:
         return LanguageTask(config)
     from .image_tasks import ClassifierTask, DenoiserTask  # not every run of text needs what reads images

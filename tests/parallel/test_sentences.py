@@ -1,0 +1,127 @@
+"""The classifier of sentences trains alike in every layout, from a masked model's weights, and resumes exactly (laws 1 to 3)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightnet_data.sentences import Row, write
+from lightnet_data.tokenizer import Tokenizer
+
+from lightnet_llm.checkpoint.store import resolve
+from lightnet_llm.checkpoint.weights import load_weights
+from tests.conftest import Ranks, read_metrics, steps_of
+
+FIELDS = ("loss", "grad_norm", "samples", "batch_checksum")
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "micro1": (1, ["train.micro_batch=1"]),
+    "dp2": (2, []),
+    "dp2_zero3": (2, ["parallel.zero_stage=3"]),
+    "tp2_dp2": (4, ["parallel.tensor=2"]),
+    "dp2_zero0": (2, ["parallel.zero_stage=0", "train.micro_batch=4"]),
+}
+MODEL = """causal: false, vocab_size: 300, layers: 2, width: 32, heads: 4, glu_width: 50, gate_rank: 8, tpe_rank: 8,
+  tpe_init_length: 8, norm_eps: 1.0e-2, initializer_std: 0.15"""
+HEADS = {"classes": "head: sequence_classifier, classes: 3", "value": "head: sequence_classifier, classes: 1"}
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Configurations, and sentences of unlike lengths whose words tell their label."""
+    folder = tmp_path_factory.mktemp("sentences")
+    tokenizer = Tokenizer.train(["red green blue and some other words"] * 30, 290)
+    found = {}
+    for head, fields in HEADS.items():
+        rows = [
+            Row(f"some {['red', 'green', 'blue'][i % 3]} " + "other words " * (i % 5), "and" if i % 2 else None, i % 3)
+            for i in range(30)
+        ]
+        classes = ["red", "green", "blue"] if head == "classes" else None
+        write(folder / head, {"train": rows, "dev": rows[:13]}, tokenizer, 24, classes)
+        found[head] = folder / f"{head}.yaml"
+        found[head].write_text(
+            f"""
+model: {{{fields}, {MODEL}, dropout: 0.1}}
+data: {{path: {folder / head}, sequence_length: 24}}
+train: {{steps: 20, global_batch: 8, micro_batch: 2, precision: fp32, seed: 7}}
+optimizer: {{learning_rate: 6.0e-3, eps: 1.0e-6, clip: 0.4}}
+schedule: {{kind: cosine, warmup_steps: 3}}
+validation: {{interval: 10, samples: 13}}
+checkpoint: {{interval: 10}}
+logging: {{interval: 1}}
+"""
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def one(ranks: Ranks, configs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    tmp = tmp_path_factory.mktemp("one")
+    for head in HEADS:
+        ranks.train(1, configs[head], [], tmp, head)
+    return {head: tmp / head for head in HEADS}
+
+
+@pytest.mark.parametrize(
+    ("head", "name"),
+    [
+        ("classes", "micro1"),
+        ("classes", "tp2_dp2"),
+        ("value", "dp2_zero3"),
+        *(
+            pytest.param(head, name, marks=pytest.mark.slow)
+            for head in HEADS
+            for name in LAYOUTS
+            if (head, name) not in (("classes", "micro1"), ("classes", "tp2_dp2"), ("value", "dp2_zero3"))
+        ),
+    ],
+)
+def test_layouts(
+    ranks: Ranks, configs: dict[str, Path], one: dict[str, Path], tmp_path: Path, head: str, name: str
+) -> None:
+    world, overrides = LAYOUTS[name]
+    rows, wanted = ranks.train(world, configs[head], overrides, tmp_path, name), read_metrics(one[head])
+    found, first = steps_of(rows, *FIELDS), steps_of(wanted, *FIELDS)
+    assert [row[2:] for row in found.values()] == [row[2:] for row in first.values()]
+    for step, row in first.items():
+        assert found[step][0] == pytest.approx(row[0], abs=1e-5)
+        assert found[step][1] == pytest.approx(row[1], rel=1e-4)
+    validations = [[row["validation"]["dev"] for row in some if "validation" in row] for some in (rows, wanted)]
+    assert len(validations[0]) == 2
+    for mine, its in zip(*validations, strict=True):
+        assert set(mine) == ({"loss", "accuracy"} if head == "classes" else {"loss"})
+        assert mine == pytest.approx(its, abs=2e-5)
+    assert first[20][0] < 0.8 * first[1][0]
+
+
+def test_a_stopped_run_goes_on_exactly(
+    ranks: Ranks, configs: dict[str, Path], one: dict[str, Path], tmp_path: Path
+) -> None:
+    ranks.train(1, configs["classes"], ["train.stop_at_step=7"], tmp_path, "halves")
+    rows = ranks.train(1, configs["classes"], ["train.resume=must"], tmp_path, "halves")
+    assert steps_of(rows, *FIELDS) == steps_of(read_metrics(one["classes"]), *FIELDS)
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_it_starts_from_a_masked_models_weights(
+    ranks: Ranks, configs: dict[str, Path], tiny: Path, tmp_path: Path, tied: bool
+) -> None:
+    overrides = ["model.head=masked_lm", "model.causal=false", "model.vocab_size=300", "train.steps=2"]
+    overrides += [f"model.tie_embeddings={str(tied).lower()}"]
+    ranks.train(1, tiny, overrides, tmp_path, "masked")
+    source = load_weights(resolve(tmp_path / "masked", lambda line: None))
+    model = yaml.safe_load(tiny.read_text())["model"]
+    tree = yaml.safe_load(configs["classes"].read_text())
+    tree["model"] = {**model, "head": "sequence_classifier", "causal": False, "vocab_size": 300, "classes": 3}
+    tree["optimizer"]["learning_rate"] = 1e-12
+    tree["train"] |= {"steps": 1, "init_from": str(tmp_path / "masked")}
+    config = tmp_path / "classes.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    ranks.train(1, config, [], tmp_path, "tuned")
+    found = load_weights(resolve(tmp_path / "tuned", lambda line: None))
+    for name, tensor in found.items():
+        if name.startswith("head."):
+            assert tensor.abs().sum() > 0 or name.endswith("bias")
+        else:
+            torch.testing.assert_close(tensor, source[name], atol=1e-9, rtol=1e-6, msg=name)
+    assert set(found) - set(source) == {name for name in found if name.startswith("head.")}
