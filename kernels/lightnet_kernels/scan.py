@@ -190,6 +190,8 @@ def additive_scan(
             )
             return (output, _in_dtype(state, torch.float32)) if return_state else output
         start = initial_state
+        if exchange is not None and initial_state is None and not return_state:
+            return _with_earlier_ranks(query, key, value, activation == "silu", theta, cu_seqlens, exchange)
         if exchange is not None:
             bounds = check_cu_seqlens("additive_scan", cu_seqlens, query.shape[0], query.shape[1])
             local = triton.ops.causal_state(key, value, theta, bounds)
@@ -249,6 +251,37 @@ def additive_scan(
     if not return_state:
         return output
     return output, _in_dtype(state, state_dtype)
+
+
+@torch.compiler.disable
+def _with_earlier_ranks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    silu: bool,
+    theta: Tensor | None,
+    cu_seqlens: Tensor | None,
+    exchange: ScanExchange,
+) -> Tensor:
+    """The causal scan by Triton of one of several ranks."""
+    from . import triton_ops, triton_scan_ranks
+
+    bounds = check_cu_seqlens("additive_scan", cu_seqlens, query.shape[0], query.shape[1])
+    sequences = query.shape[0] if bounds is None else len(bounds) - 1
+
+    def prefix(local: ScanState) -> ScanState:
+        return _received("prefix", exchange.prefix(local), sequences, query, value, theta, torch.float32)
+
+    return triton_scan_ranks.causal_scan(
+        query,
+        key,
+        value,
+        activation=silu,
+        theta=theta,
+        bounds=bounds,
+        lengths=triton_ops.lengths(*key.shape[:2], None if bounds is None else tuple(bounds), key.device),
+        prefix=prefix,
+    )
 
 
 def _combined(

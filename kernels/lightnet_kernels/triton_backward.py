@@ -170,8 +170,8 @@ def chain_grads(
 ):  # fmt: skip
     """A span's blocks from the last to the first, from the gradient in `from` (FROM: 1, one a span, 2, one a sequence,
     0, none). With BLOCKS every block's gradient is kept. TO: 1, the gradient of the state that the span finds is kept
-    for every span, 2, for each sequence's first. One program a (span, head, slice of features and slice of VB value
-    features)."""
+    for every span but each sequence's first, 3, for these too, 2, for each sequence's first alone. One program a (span,
+    head, slice of features and slice of VB value features)."""
     span = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     batch, first, length, block, place, sequence, _ = load_span(spans_ptr, span)
@@ -234,8 +234,8 @@ def chain_grads(
     if LRPE and BLOCKS:
         slices = (tl.num_programs(2) // NH) * span + tl.program_id(2) // NH
         store_vector(moved_ptr + (slices * H + head) * D, col, moved, D, DH)
-    if TO == 1 or (TO == 2 and place == 0):
-        target = ((span if TO == 1 else sequence) * H + head) * SIZE
+    if TO == 1 or TO == 3 or (TO == 2 and place == 0):
+        target = ((sequence if TO == 2 else span) * H + head) * SIZE
         store_matrix(to_ptr + target, col, vcol, real, D, V, DH, VB)
         if LRPE:
             store_matrix(to_ptr + target + D * V, col, vcol, imag, D, V, DH, VB)
@@ -243,13 +243,14 @@ def chain_grads(
 
 @triton.jit
 def scan_span_grads(
-    sequences_ptr, spans_ptr, span_grad_ptr, enter_ptr, leave_ptr, move_ptr, final_ptr, H,
+    sequences_ptr, spans_ptr, span_grad_ptr, enter_ptr, leave_ptr, move_ptr, final_ptr, first_ptr, H,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, LRPE: tl.constexpr,
-    FINAL: tl.constexpr,
+    FINAL: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
     """From what each span's own queries ask of what it finds to what all later ones ask of what it leaves, in place.
-    `final`: the gradient of each sequence's last state, in units of exp(-leave). One program a (sequence, head, slice
-    of features)."""
+    `final`: the gradient of each sequence's last state, in units of exp(-leave). With TOTAL nothing changes, and what is
+    asked of what each sequence finds is kept in `first`, in units of exp(-enter). One program a (sequence, head, slice of
+    features)."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, vcol = tl.program_id(2) * BD + tl.arange(0, BD), tl.arange(0, VP)
     start = tl.load(sequences_ptr + sequence * 2).to(tl.int64)
@@ -275,11 +276,13 @@ def scan_span_grads(
             faded = exp(leave - unit)[:, None]
             real *= faded
             imag *= faded
-        store_matrix(span_grad_ptr + at * SIZE, row, vcol, real, D, V, BD, VP)
+        if not TOTAL:
+            store_matrix(span_grad_ptr + at * SIZE, row, vcol, real, D, V, BD, VP)
         crossed = exp(enter - leave)[:, None]
         if LRPE:
             imag_added = load_matrix(span_grad_ptr + at * SIZE + D * V, row, vcol, D, V, BD, VP)
-            store_matrix(span_grad_ptr + at * SIZE + D * V, row, vcol, imag, D, V, BD, VP)
+            if not TOTAL:
+                store_matrix(span_grad_ptr + at * SIZE + D * V, row, vcol, imag, D, V, BD, VP)
             if j == 0:  # the last span may be short
                 last_cos = load_vector(move_ptr + (2 * H + sequence * H + head) * D, row, D, BD)
                 sequences = tl.num_programs(0)
@@ -290,6 +293,43 @@ def scan_span_grads(
             imag = imag * crossed + imag_added
         real = real * crossed + real_added
         unit = enter
+    if TOTAL:
+        store_matrix(first_ptr + (sequence * H + head) * SIZE, row, vcol, real, D, V, BD, VP)
+        if LRPE:
+            store_matrix(first_ptr + (sequence * H + head) * SIZE + D * V, row, vcol, imag, D, V, BD, VP)
+
+
+@triton.jit
+def last_moves(
+    sequences_ptr, lengths_ptr, kv_ptr, grad_ptr, max_ptr, kv0_ptr, max0_ptr, theta_ptr, out_ptr, H,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, LRPE: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """theta's gradient [sequences, H, D] of the last states' own move: their origin, the token after, counted from the
+    last window. APART: the last state, kv in units of exp(max), is of these tokens alone, without the initial one, whose
+    moves by whole windows `chain_grads` has counted with it. One program a (sequence, head, slice of features)."""
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, vcol = tl.program_id(2) * BD + tl.arange(0, BD), tl.arange(0, VP)
+    blocks = tl.load(sequences_ptr + sequence * 2 + 1)
+    tokens = tl.load(lengths_ptr + sequence).to(tl.int64)
+    start = tl.maximum(blocks - 1, 0) // WINDOW * (WINDOW * BT)
+    state = sequence * H + head
+    SIZE: tl.constexpr = 2 * D * V
+    grad_cos = load_matrix(grad_ptr + state * SIZE, row, vcol, D, V, BD, VP)
+    grad_sin = load_matrix(grad_ptr + state * SIZE + D * V, row, vcol, D, V, BD, VP)
+    real = load_matrix(kv_ptr + state * SIZE, row, vcol, D, V, BD, VP)
+    imag = load_matrix(kv_ptr + state * SIZE + D * V, row, vcol, D, V, BD, VP)
+    total = (tokens - start).to(tl.float32) * tl.sum(imag * grad_cos - real * grad_sin, 1)
+    if APART:
+        unit, top = load_vector(max0_ptr + state * D, row, D, BD), load_vector(max_ptr + state * D, row, D, BD)
+        # Where the initial state is far above, what later ranks ask of these tokens' own is nothing beside it.
+        scale = tl.where(unit == float("-inf"), 0.0, exp(tl.minimum(unit - top, 80.0)))
+        real = load_matrix(kv0_ptr + state * SIZE, row, vcol, D, V, BD, VP)
+        imag = load_matrix(kv0_ptr + state * SIZE + D * V, row, vcol, D, V, BD, VP)
+        angle = tokens.to(tl.float64) * load_vector(theta_ptr + head * D, row, D, BD).to(tl.float64)
+        real, imag = turned(real, imag, tl.cos(angle).to(tl.float32) * scale, tl.sin(angle).to(tl.float32) * scale)
+        total -= start.to(tl.float32) * tl.sum(imag * grad_cos - real * grad_sin, 1)
+    store_vector(out_ptr + state * D, row, tl.where(tokens > 0, total, 0.0), D, BD)
 
 
 @triton.jit

@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from . import triton_parts  # noqa: F401  (mends Triton's interpreter)
-from .companions import on_device
 from .state import ScanState
 from .triton_launch import launch
+from .triton_replay import replayed
 
 ROWS = 16  # features of a program
 
@@ -246,24 +246,19 @@ def _shape(kv: Tensor, width: int) -> tuple[int, int, dict[str, int]]:
 def packed(state: ScanState, index: Tensor, lengths: bool) -> Tensor:
     """float32 [bytes / 4] of the segments `index` [B] of a state [segments, ..] (or of its gradients, whose `max` are the
     units); with `lengths` as states travel."""
-    rows, width = index.shape[0], state.max.shape[2]
-    heads, blocks, sizes = _shape(state.kv, width)
-    floats = rows * heads * (2 * width + state.kv.shape[2] * state.kv.shape[3]) + (2 * rows if lengths else 0)
-    payload = torch.empty(floats + floats % 2, device=state.kv.device)  # int64 lengths follow
-    with on_device(state.kv):
-        launch(pack, (rows, heads, blocks))(
-            state.max,
-            state.sum,
-            state.kv,
-            state.length,
-            index,
-            payload,
-            rows,
-            heads,
-            **sizes,
-            LENGTH=lengths,
-            num_warps=4,
-        )
+    found: Tensor = _packed(state.max, state.sum, state.kv, state.length, index, lengths)
+    return found
+
+
+@replayed
+def _packed(top: Tensor, total: Tensor, kv: Tensor, length: Tensor, index: Tensor, lengths: bool) -> Tensor:
+    rows, width = index.shape[0], top.shape[2]
+    heads, blocks, sizes = _shape(kv, width)
+    floats = rows * heads * (2 * width + kv.shape[2] * kv.shape[3]) + (2 * rows if lengths else 0)
+    payload = torch.empty(floats + floats % 2, device=kv.device)  # int64 lengths follow
+    launch(pack, (rows, heads, blocks))(
+        top, total, kv, length, index, payload, rows, heads, **sizes, LENGTH=lengths, num_warps=4
+    )
     return payload
 
 
@@ -280,14 +275,21 @@ def arrived(
         place: ranks, this rank's position in order of travel, B.
         theta: [H, D] or None, see `state.merge_states`.
     """
-    heads, blocks, sizes = _shape(like.kv, like.max.shape[2])
-    result = ScanState(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like))
-    with on_device(gathered):
-        launch(arrive, (like.max.shape[0], heads, blocks))(
-            gathered, *line, theta, *result, gathered.stride(0), *place, heads, **sizes,
-            TURN=theta is not None, BACKWARDS=backwards, num_warps=4,
-        )  # fmt: skip
-    return result
+    return ScanState(*_arrived(gathered, *like, *line, theta, *place, backwards))
+
+
+@replayed
+def _arrived(
+    gathered: Tensor, top: Tensor, total: Tensor, kv: Tensor, length: Tensor, continues: Tensor, single: Tensor,
+    row: Tensor, theta: Tensor | None, ranks: int, position: int, rows: int, backwards: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    heads, blocks, sizes = _shape(kv, top.shape[2])
+    result = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (top, total, kv, length)]
+    launch(arrive, (top.shape[0], heads, blocks))(
+        gathered, continues, single, row, theta, *result, gathered.stride(0), ranks, position, rows, heads, **sizes,
+        TURN=theta is not None, BACKWARDS=backwards, num_warps=4,
+    )  # fmt: skip
+    return tuple(result)
 
 
 def given(
@@ -302,13 +304,21 @@ def given(
         kv: this rank's, for its shape.
         line: as for `arrived`, with the row that each segment gave to.
     """
+    of_sum, of_kv = _given(grads, gathered, top, kv, *line, theta, *place, backwards)
+    return of_sum, of_kv
+
+
+@replayed
+def _given(
+    grads: Tensor, gathered: Tensor, top: Tensor, kv: Tensor, continues: Tensor, single: Tensor, row: Tensor,
+    theta: Tensor | None, ranks: int, position: int, rows: int, backwards: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     heads, blocks, sizes = _shape(kv, top.shape[2])
     of_sum, of_kv = torch.empty_like(top), torch.empty(kv.shape, device=kv.device)
-    with on_device(gathered):
-        launch(give, (top.shape[0], heads, blocks))(
-            grads, gathered, *line, theta, top, of_sum, of_kv, grads.stride(0), gathered.stride(0), *place, heads, **sizes,
-            TURN=theta is not None, BACKWARDS=backwards, num_warps=4,
-        )  # fmt: skip
+    launch(give, (top.shape[0], heads, blocks))(
+        grads, gathered, continues, single, row, theta, top, of_sum, of_kv, grads.stride(0), gathered.stride(0),
+        ranks, position, rows, heads, **sizes, TURN=theta is not None, BACKWARDS=backwards, num_warps=4,
+    )  # fmt: skip
     return of_sum, of_kv
 
 
@@ -323,12 +333,20 @@ def theta_grad(
         grad: gradient of the kv that arrived.
         target: [B], the segment of each row that received.
     """
+    found: Tensor = _theta_grad(gathered, received, grad, *line, target, theta, *place, backwards)
+    return found
+
+
+@replayed
+def _theta_grad(
+    gathered: Tensor, received: Tensor, grad: Tensor, continues: Tensor, single: Tensor, target: Tensor,
+    theta: Tensor, ranks: int, position: int, rows: int, backwards: bool,
+) -> Tensor:  # fmt: skip
     heads, blocks, sizes = _shape(grad, received.shape[2])
     del sizes["HALVES"]
     found = torch.empty(theta.shape, device=theta.device)
-    with on_device(gathered):
-        launch(turn_grads, (heads, blocks))(
-            gathered, *line, target, theta, received, grad, found, gathered.stride(0), *place, heads, **sizes,
-            BACKWARDS=backwards, num_warps=4,
-        )  # fmt: skip
+    launch(turn_grads, (heads, blocks))(
+        gathered, continues, single, target, theta, received, grad, found, gathered.stride(0), ranks, position, rows,
+        heads, **sizes, BACKWARDS=backwards, num_warps=4,
+    )  # fmt: skip
     return found

@@ -261,22 +261,25 @@ def chain_states(
 
 @triton.jit
 def scan_spans(
-    sequences_ptr, spans_ptr, enter_ptr, leave_ptr, span_kv_ptr, move_ptr, max0_ptr, kv0_ptr, H,
+    sequences_ptr, spans_ptr, enter_ptr, leave_ptr, span_kv_ptr, move_ptr, max0_ptr, kv0_ptr, unit_ptr, max_ptr, total_ptr,
+    H,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, LRPE: tl.constexpr,
-    INITIAL: tl.constexpr,
+    INITIAL: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
     """From what each span adds to what it finds, in place. `move`, see `fill_moves`: cos and sin of a full span's tokens
-    come first. One program a (sequence, head, slice of features)."""
+    come first. `unit`: leave of the blocks when the spans were summed, if it was another. With TOTAL nothing changes, and
+    the sequence's state after its last token is kept in `total`, in units of exp(max). One program a (sequence, head,
+    slice of features)."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, vcol = tl.program_id(2) * BD + tl.arange(0, BD), tl.arange(0, VP)
     start = tl.load(sequences_ptr + sequence * 2).to(tl.int64)
     spans = tl.load(sequences_ptr + sequence * 2 + 1)
     SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
+    state = sequence * H + head
     real = tl.zeros([BD, VP], tl.float32)
     imag = tl.zeros([BD, VP], tl.float32)
     unit = tl.full([BD], float("-inf"), tl.float32)
     if INITIAL:
-        state = sequence * H + head
         unit = load_vector(max0_ptr + state * D, row, D, BD)
         real = load_matrix(kv0_ptr + state * SIZE, row, vcol, D, V, BD, VP)
         if LRPE:
@@ -286,30 +289,51 @@ def scan_spans(
     for i in range(0, spans):
         _, _, length, block, _, _, _ = load_span(spans_ptr, start + i)
         at = (start + i) * H + head
-        leave = load_vector(leave_ptr + ((block + tl.cdiv(length, BT) - 1) * H + head) * D, row, D, BD)
+        end = ((block + tl.cdiv(length, BT) - 1) * H + head) * D
+        leave = load_vector(leave_ptr + end, row, D, BD)
         real_added = load_matrix(span_kv_ptr + at * SIZE, row, vcol, D, V, BD, VP)
-        store_matrix(span_kv_ptr + at * SIZE, row, vcol, real, D, V, BD, VP)
+        if LRPE:
+            imag_added = load_matrix(span_kv_ptr + at * SIZE + D * V, row, vcol, D, V, BD, VP)
+        if not TOTAL:
+            store_matrix(span_kv_ptr + at * SIZE, row, vcol, real, D, V, BD, VP)
+            if LRPE:
+                store_matrix(span_kv_ptr + at * SIZE + D * V, row, vcol, imag, D, V, BD, VP)
+        if unit_ptr is not None:
+            rescaled = fade(load_vector(unit_ptr + end, row, D, BD), leave)[:, None]
+            real_added *= rescaled
+            if LRPE:
+                imag_added *= rescaled
         faded = fade(unit, leave)
         unit = leave
         if LRPE:
-            imag_added = load_matrix(span_kv_ptr + at * SIZE + D * V, row, vcol, D, V, BD, VP)
-            store_matrix(span_kv_ptr + at * SIZE + D * V, row, vcol, imag, D, V, BD, VP)
-            # By a full span: the sum after the last one, which may be short, is not used.
+            if TOTAL:  # noqa: SIM102
+                if i == spans - 1:  # which may be short
+                    sequences = tl.num_programs(0)
+                    cos = load_vector(move_ptr + (2 * H + state) * D, row, D, BD)
+                    sin = load_vector(move_ptr + ((2 + sequences) * H + state) * D, row, D, BD)
+            # By a full span: without TOTAL the sum after the last one is not used.
             real, imag = turned(real, imag, cos * faded, sin * faded)
             imag += imag_added
             real += real_added
         else:
             real = real * faded[:, None] + real_added
+    if TOTAL:  # noqa: SIM102
+        if spans > 0:
+            faded = fade(unit, load_vector(max_ptr + state * D, row, D, BD))[:, None]
+            store_matrix(total_ptr + state * SIZE, row, vcol, real * faded, D, V, BD, VP)
+            if LRPE:
+                store_matrix(total_ptr + state * SIZE + D * V, row, vcol, imag * faded, D, V, BD, VP)
 
 
 @triton.jit
 def add_spans(
-    kv_ptr, from_ptr, spans_ptr, enter_ptr, leave_ptr, theta_ptr, turn_ptr, max0_ptr, parts, H,
+    kv_ptr, from_ptr, spans_ptr, enter_ptr, leave_ptr, theta_ptr, turn_ptr, max0_ptr, unit_ptr, parts, H,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, LRPE: tl.constexpr,
     INITIAL: tl.constexpr,
 ):  # fmt: skip
     """To every block's kv, which knows only its own span's tokens, what the span finds, `from`: the same moved to the
-    block. One program a (span, head, slice of BD features and part of the blocks)."""
+    block. `unit`: enter of the blocks when they were summed, if it was another. One program a (span, head, slice of BD
+    features and part of the blocks)."""
     span, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slices = tl.cdiv(D, BD)
     row, vcol = (tl.program_id(2) % slices) * BD + tl.arange(0, BD), tl.arange(0, VP)
@@ -322,6 +346,8 @@ def add_spans(
     if INITIAL:  # noqa: SIM102
         if place == 0:
             unit = load_vector(max0_ptr + (sequence * H + head) * D, row, D, BD)
+            if tl.max(unit, 0) == float("-inf"):  # a state of no token
+                return
     source = from_ptr + (span * H + head) * SIZE
     real = load_matrix(source, row, vcol, D, V, BD, VP)
     count = tl.cdiv(length, BT)
@@ -335,11 +361,17 @@ def add_spans(
         sin_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D) + D, row, D, BD)
     for i in range(begin, tl.minimum(begin + each, count)):
         at = ((block + i) * H + head) * D
-        faded = fade(unit, load_vector(enter_ptr + at, row, D, BD))
+        enter = load_vector(enter_ptr + at, row, D, BD)
+        faded = fade(unit, enter)
         target = kv_ptr + at * (SIZE // D)
         own = load_matrix(target, row, vcol, D, V, BD, VP).to(tl.float32)
+        if unit_ptr is not None:
+            rescaled = fade(load_vector(unit_ptr + at, row, D, BD), enter)[:, None]
+            own *= rescaled
         if LRPE:
             own_imag = load_matrix(target + D * V, row, vcol, D, V, BD, VP).to(tl.float32)
+            if unit_ptr is not None:
+                own_imag *= rescaled
             moved, moved_imag = turned(real, imag, cos * faded, sin * faded)
             store_matrix(target, row, vcol, own + moved, D, V, BD, VP)
             store_matrix(target + D * V, row, vcol, own_imag + moved_imag, D, V, BD, VP)

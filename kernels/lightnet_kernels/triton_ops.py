@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import triton_bidirectional_scan, triton_scan
+from . import triton_bidirectional_scan, triton_scan, triton_scan_grads
 from .checks import check_cu_seqlens
 from .operators import Operator
 from .state import ScanState
@@ -105,11 +105,11 @@ def _run_gradients(
         grad, query, key, value, None if theta is None else theta.contiguous(),
         _group(initial_max, initial_sum, initial_kv), bounds, silu,
         triton_scan.Blocks(kv, enter, leave, mass, flag, cos, sin, turn),
-        None if final is None else triton_scan.StateGrads(*final),
+        None if final is None else triton_scan_grads.StateGrads(*final),
     )  # fmt: skip
     compiled_together(("backward", *_case(query, value, *arguments[4:6], silu, final is None)), query.device,
-                      lambda: triton_scan.backward(*arguments))  # fmt: skip
-    return triton_scan.backward(*arguments)
+                      lambda: triton_scan_grads.backward(*arguments))  # fmt: skip
+    return triton_scan_grads.backward(*arguments)
 
 
 def _prepare_gradients(_grad: Tensor, *arguments: Any) -> None:
@@ -187,12 +187,10 @@ def causal_scan(
     if not return_state:
         return output, None
     if cu_seqlens is None:
-        lengths = torch.full(query.shape[:1], query.shape[1], dtype=torch.int64, device=query.device)
+        length = torch.full(query.shape[:1], query.shape[1], dtype=torch.int64, device=query.device)
     else:
-        lengths = cu_seqlens.diff().to(query.device, torch.int64)
-    return output, ScanState(
-        state[0].detach(), state[1], state[2], lengths + (0 if initial is None else initial.length)
-    )
+        length = cu_seqlens.diff().to(query.device, torch.int64)
+    return output, ScanState(state[0].detach(), state[1], state[2], length + (0 if initial is None else initial.length))
 
 
 @functools.lru_cache(maxsize=16)
@@ -209,7 +207,7 @@ def _places_from_the_end(tokens: int, bounds: tuple[int, ...] | None, device: to
 
 
 @functools.lru_cache(maxsize=16)
-def _lengths(batch: int, tokens: int, bounds: tuple[int, ...] | None, device: torch.device) -> Tensor:
+def lengths(batch: int, tokens: int, bounds: tuple[int, ...] | None, device: torch.device) -> Tensor:
     """Tokens of each sequence, int64; the same tensor for all layers."""
     with torch.inference_mode(False):
         if bounds is None:
@@ -226,4 +224,4 @@ def causal_state(key: Tensor, value: Tensor, theta: Tensor | None, cu_seqlens: l
     bounds = None if cu_seqlens is None else tuple(cu_seqlens)
     places = None if theta is None else _places_from_the_end(key.shape[1], bounds, key.device)
     peak, mass, kv = triton_bidirectional_scan.states_op(key, value, theta, places, None, cu_seqlens)
-    return ScanState(peak, mass, kv, _lengths(key.shape[0], key.shape[1], bounds, key.device))
+    return ScanState(peak, mass, kv, lengths(key.shape[0], key.shape[1], bounds, key.device))

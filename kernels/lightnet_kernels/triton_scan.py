@@ -1,11 +1,11 @@
 """Backend "triton": the causal additive scan on a GPU (or under TRITON_INTERPRET=1 on a CPU, for tests).
 
 Forward: chains of blocks leave the state that every block finds (`chain_states`), then all blocks give their outputs at
-once. Backward: queries, all blocks at once; chains from the end with gradients; then keys, then values, all blocks at
-once. Where sequences are long and heads few a sequence is cut into spans, whose chains do not wait for one another: what a
-span finds is added to its blocks' states after; backward its chains run twice. Nothing waits for the device; a new cut
-into blocks is sent to it once. For the backward pass the inputs and the blocks' states are kept: one state for every BLOCK
-tokens, in the operands' dtype.
+once. Backward (`triton_scan_grads`): queries, all blocks at once; chains from the end with gradients; then keys, then
+values, all blocks at once. Where sequences are long and heads few a sequence is cut into spans, whose chains do not wait
+for one another: what a span finds is added to its blocks' states after; backward its chains run twice. Nothing waits for
+the device; a new cut into blocks is sent to it once. For the backward pass the inputs and the blocks' states are kept:
+one state for every BLOCK tokens, in the operands' dtype. Ranks that share a sequence: `triton_scan_ranks`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import triton_backward as backward_kernels
 from . import triton_forward as forward_kernels
 from .state import ScanState
 from .triton_launch import launch
 from .triton_parts import BLOCK
-from .triton_tables import WINDOW, Tables, tables
+from .triton_tables import Tables, tables
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SLICE = 64  # DH
@@ -197,6 +196,88 @@ def empty_blocks(shape: Shape, blocks: int, device: torch.device) -> Blocks:
     return Blocks(kv, enter, leave, mass, flag, *empty_angles(shape, device))
 
 
+def fill_units(
+    key: Tensor,
+    shape: Shape,
+    table: Tables,
+    found: Blocks,
+    initial: tuple[Tensor | None, ...],
+    final: tuple[Tensor | None, ...],
+) -> None:
+    """enter, leave, mass and flag of all blocks, from the initial maxima and sums and to the final ones, each if given."""
+    kernels, (_, enter, leave, mass, flag) = forward_kernels, found[:5]
+    launch(kernels.block_peaks, (table.blocks.shape[0], shape.heads))(
+        key, table.blocks, enter, leave, mass, *strides(key), shape.heads,
+        D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, num_warps=2,
+    )  # fmt: skip
+    launch(kernels.scan_units, (table.lengths.shape[0], shape.heads, parts(shape.D, LANES)))(
+        table.block_ranges, enter, leave, mass, flag, *initial, *final, shape.heads, D=shape.D, DP=LANES,
+        INITIAL=initial[0] is not None, FINAL=final[0] is not None, **shape.rows_at_once(table),
+    )  # fmt: skip
+
+
+def fill_angles(theta: Tensor | None, shape: Shape, angles: Angles) -> None:
+    if theta is not None:
+        launch(forward_kernels.fill_angles, (parts(BLOCK + 1, 2), shape.heads))(
+            theta, *angles, D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, ROWS=2, num_warps=4
+        )
+
+
+def move_spans(
+    held: Tensor,
+    theta: Tensor | None,
+    shape: Shape,
+    table: Tables,
+    found: Blocks,
+    initial: tuple[Tensor | None, Tensor | None],
+    units: Tensor | None = None,
+    total: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> None:
+    """`triton_forward.scan_spans`; initial and total: maxima and kv."""
+    arguments = shape.of_states()
+    launch(forward_kernels.scan_spans, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["BD"])))(
+        table.span_ranges, table.spans, found.enter, found.leave, held, span_moves(theta, table), *initial, units, *total,
+        shape.heads, BT=BLOCK, INITIAL=initial[0] is not None, TOTAL=total[0] is not None, **arguments,
+    )  # fmt: skip
+
+
+def add_spans(
+    held: Tensor,
+    theta: Tensor | None,
+    shape: Shape,
+    table: Tables,
+    found: Blocks,
+    top: Tensor | None,
+    units: Tensor | None = None,
+) -> None:
+    """`triton_forward.add_spans`; `top`: the initial maxima, if spans are moved from initial states."""
+    arguments, spans = shape.of_states(), table.spans.shape[0]
+    slices = parts(shape.D, arguments["BD"])
+    cuts = max(1, min(table.span, ADDERS // (spans * shape.heads * slices)))
+    launch(forward_kernels.add_spans, (spans, shape.heads, slices * cuts))(
+        found.kv, held, table.spans, found.enter, found.leave, theta, found.turn, top, units, cuts, shape.heads,
+        BT=BLOCK, INITIAL=top is not None, **arguments,
+    )  # fmt: skip
+
+
+def chain_states(
+    key: Tensor,
+    value: Tensor,
+    shape: Shape,
+    table: Tables,
+    found: Blocks,
+    tops: tuple[Tensor | None, Tensor | None],
+    before: Tensor | None,
+    after: Tensor | None,
+    **which: int,
+) -> None:
+    """`triton_forward.chain_states`; tops: the initial and the final maxima."""
+    launch(forward_kernels.chain_states, (table.spans.shape[0], shape.heads, shape.chains))(
+        key, value, table.spans, *found.angles, found.kv, found.enter, found.leave, *tops, before, after,
+        *strides(key, value), shape.heads, **which, **shape.of("chain_states"),
+    )  # fmt: skip
+
+
 def block_states(
     key: Tensor,
     value: Tensor,
@@ -207,54 +288,30 @@ def block_states(
     final: tuple[Tensor, ...] | None,
 ) -> Blocks:
     """Units and states. `initial` and `final`: max, sum and kv, float32; `final` is written where tokens are."""
-    blocks, heads, device, kernels = table.blocks.shape[0], shape.heads, key.device, forward_kernels
-    found = empty_blocks(shape, blocks, device)
-    kv, enter, leave, mass = found[:4]
+    blocks, heads = table.blocks.shape[0], shape.heads
+    found = empty_blocks(shape, blocks, key.device)
     if not blocks or not heads:
         return found
-    spans, sequences = table.spans.shape[0], table.lengths.shape[0]
-    if theta is not None:
-        launch(kernels.fill_angles, (parts(BLOCK + 1, 2), heads))(
-            theta, *found.angles, D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, ROWS=2, num_warps=4
-        )
-    launch(kernels.block_peaks, (blocks, heads))(
-        key, table.blocks, enter, leave, mass, *strides(key), heads,
-        D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, num_warps=2,
-    )  # fmt: skip
+    fill_angles(theta, shape, found.angles)
     max0, sum0, kv0 = initial or (None,) * 3
     top, total, last = final or (None,) * 3
-    launch(kernels.scan_units, (sequences, heads, parts(shape.D, LANES)))(
-        table.block_ranges, enter, leave, mass, found.flag, max0, sum0, top, total, heads,
-        D=shape.D, DP=LANES, INITIAL=initial is not None, FINAL=final is not None, **shape.rows_at_once(table),
-    )  # fmt: skip
+    fill_units(key, shape, table, found, (max0, sum0), (top, total))
 
     def run(before: Tensor | None, after: Tensor | None, **which: int) -> None:
-        launch(kernels.chain_states, (spans, heads, shape.chains))(
-            key, value, table.spans, *found.angles, kv, enter, leave, max0, top, before, after, *strides(key, value), heads,
-            **which, **shape.of("chain_states"),
-        )  # fmt: skip
+        chain_states(key, value, shape, table, found, (max0, top), before, after, **which)
 
     to = 0 if final is None else 2
     if not table.chained:
         run(kv0, last, FROM=0 if initial is None else 2, BLOCKS=1, TO=to)
         return found
-    held = torch.empty(spans, heads, shape.rows, shape.V, device=device)
+    held = torch.empty(table.spans.shape[0], heads, shape.rows, shape.V, device=key.device)
     once = final is None  # else the last chains have more to do
     run(None, held, FROM=0, BLOCKS=int(once), TO=1)
-    arguments = shape.of_states()
-    launch(kernels.scan_spans, (sequences, heads, parts(shape.D, arguments["BD"])))(
-        table.span_ranges, table.spans, enter, leave, held, span_moves(theta, table), max0, kv0, heads,
-        BT=BLOCK, INITIAL=initial is not None, **arguments,
-    )  # fmt: skip
+    move_spans(held, theta, shape, table, found, (max0, kv0))
     if not once:
         run(held, last, FROM=1, BLOCKS=1, TO=to)
-        return found
-    slices = parts(shape.D, arguments["BD"])
-    cuts = max(1, min(table.span, ADDERS // (spans * heads * slices)))
-    launch(kernels.add_spans, (spans, heads, slices * cuts))(
-        kv, held, table.spans, enter, leave, theta, found.turn, max0, cuts, heads,
-        BT=BLOCK, INITIAL=initial is not None, **arguments,
-    )  # fmt: skip
+    else:
+        add_spans(held, theta, shape, table, found, max0)
     return found
 
 
@@ -280,13 +337,20 @@ def forward(
         final = empty_states(shape, table.lengths.shape[0], query.device)
     found = block_states(key, value, theta, shape, table, initial, final)
     if table.blocks.shape[0] and shape.heads:
-        for grid, count in shape.grids(table):
-            launch(forward_kernels.outputs, grid)(
-                query, key, value, output, table.blocks, triangle(shape.operand, query.device), found.cos, found.sin,
-                found.kv, found.enter, found.mass, found.flag, table.blocks.shape[0] * shape.heads,
-                *strides(query, key, value, output), shape.heads, SILU=silu, COUNT=count, **shape.of("outputs"),
-            )  # fmt: skip
+        fill_outputs(query, key, value, output, shape, table, found, silu)
     return output, final, found
+
+
+def fill_outputs(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, shape: Shape, table: Tables, found: Blocks, silu: bool
+) -> None:
+    """Every block against itself and the state that it finds."""
+    for grid, count in shape.grids(table):
+        launch(forward_kernels.outputs, grid)(
+            query, key, value, output, table.blocks, triangle(shape.operand, query.device), found.cos, found.sin,
+            found.kv, found.enter, found.mass, found.flag, table.blocks.shape[0] * shape.heads,
+            *strides(query, key, value, output), shape.heads, SILU=silu, COUNT=count, **shape.of("outputs"),
+        )  # fmt: skip
 
 
 def empty_states(shape: Shape, sequences: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -297,143 +361,6 @@ def empty_states(shape: Shape, sequences: int, device: torch.device) -> tuple[Te
         torch.zeros(vectors, device=device),
         torch.zeros(*vectors[:2], shape.rows, shape.V, device=device),
     )
-
-
-class StateGrads(NamedTuple):
-    """Gradients of the final state, and the state itself."""
-
-    max: Tensor
-    kv: Tensor
-    grad_sum: Tensor
-    grad_kv: Tensor
-
-
-def backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    theta: Tensor | None,
-    initial: tuple[Tensor, ...] | None,
-    bounds: tuple[int, ...] | None,
-    silu: bool,
-    found: Blocks,
-    final: StateGrads | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of query, key, value, theta, and of the initial state's sum and kv."""
-    shape = shape_of(query, value, theta, silu)
-    table = tables_of(query, shape, bounds)
-    query, key, value, grad = rows_of(query), rows_of(key), rows_of(value), rows_of(grad)
-    heads, device, kernels = shape.heads, query.device, backward_kernels
-    blocks, spans, sequences = table.blocks.shape[0], table.spans.shape[0], table.lengths.shape[0]
-    plain = {"memory_format": torch.contiguous_format}
-    grads = [torch.empty_like(x, **plain) for x in (query, key)]
-    first = torch.zeros(sequences, heads, shape.rows, shape.V, device=device) if initial is not None else None
-    pushed = torch.zeros(sequences, heads, shape.D, device=device) if initial is not None else None
-    grad_theta = None if theta is None else torch.zeros_like(theta)
-    if not blocks or not heads:
-        if final is not None and first is not None:
-            first, pushed = final.grad_kv.clone(), -final.grad_sum
-        return (*grads, torch.empty_like(value, **plain), grad_theta, None if pushed is None else -pushed, first)
-    asked = torch.empty_like(found.kv)
-    own, pressure = torch.empty_like(found.mass), torch.empty_like(found.mass)
-    torque = moved = None
-    if theta is not None:
-        chained = spans * (shape.chains // shape.slices)
-        torque = torch.empty(2 * blocks + chained, heads, shape.D, device=device)  # of queries, keys and states
-        moved = torque[2 * blocks :]
-    last_kv, last_pressure = (None, None) if final is None else _asked_at_the_end(final, found, table)
-    x = torch.empty(query.shape, dtype=shape.operand, device=device)
-    later = torch.empty_like(x) if query.dtype == torch.float16 else grads[1]  # float16 has not the range
-    for grid, count in shape.grids(table):
-        launch(kernels.query_grads, grid)(
-            query, key, value, grad, grads[0], x, later, table.blocks, triangle(shape.operand, device), found.cos,
-            found.sin, found.kv, found.enter, found.mass, found.flag, own, torque,
-            blocks * heads, *strides(query, key, value, grad, x), heads, SILU=silu, COUNT=count,
-            **shape.of("query_grads"),
-        )  # fmt: skip
-
-    def run(before: Tensor | None, after: Tensor | None, **which: int) -> None:
-        launch(kernels.chain_grads, (spans, heads, shape.chains))(
-            x, grad, table.spans, *found.angles, found.kv, asked, found.enter, found.leave, moved, before, after,
-            *strides(x, grad), heads, **which, **shape.of("chain_grads"),
-        )  # fmt: skip
-
-    to = 0 if first is None else 2
-    if not table.chained:
-        run(last_kv, first, FROM=0 if last_kv is None else 2, BLOCKS=1, TO=to)
-    else:
-        held = torch.empty(spans, heads, shape.rows, shape.V, device=device)
-        run(None, held, FROM=0, BLOCKS=0, TO=1)
-        arguments = shape.of_states()
-        launch(kernels.scan_span_grads, (sequences, heads, parts(shape.D, arguments["BD"])))(
-            table.span_ranges, table.spans, held, found.enter, found.leave, span_moves(theta, table), last_kv, heads,
-            BT=BLOCK, FINAL=last_kv is not None, **arguments,
-        )  # fmt: skip
-        run(held, first, FROM=1, BLOCKS=1, TO=to)
-        del held
-    launch(kernels.scan_pressure, (sequences, heads, parts(shape.D, LANES)))(
-        table.block_ranges, found.enter, found.leave, own, pressure, last_pressure, pushed, heads,
-        D=shape.D, DP=LANES, FINAL=final is not None, INITIAL=pushed is not None, **shape.rows_at_once(table),
-    )  # fmt: skip
-    del own
-    grads.append(torch.empty_like(value, **plain))  # no sooner: spans held states meanwhile
-    for grid, count in shape.grids(table):
-        launch(kernels.key_grads, grid)(
-            query, key, value, grad, grads[1], x, later, table.blocks, found.cos, found.sin, asked, found.enter,
-            found.leave, found.mass, found.flag, pressure, None if torque is None else torque[blocks:], blocks * heads,
-            *strides(query, key, value, grad, x), heads, SILU=silu, COUNT=count, **shape.of("key_grads"),
-        )  # fmt: skip
-        launch(kernels.value_grads, grid)(
-            query, key, grad, grads[2], x, table.blocks, found.cos, found.sin, asked, found.enter, found.leave,
-            found.mass, found.flag, blocks * heads, *strides(query, key, grad, x, grads[2]), heads, SILU=silu,
-            COUNT=count, **shape.of("value_grads"),
-        )  # fmt: skip
-    if torque is not None:
-        columns = heads * shape.D
-        grad_theta = torch.empty(heads, shape.D, device=device)
-        launch(kernels.sum_rows, (parts(columns, LANES),))(
-            torque, grad_theta, torque.shape[0], columns, ROWS=128, COLUMNS=LANES, num_warps=8
-        )
-        if final is not None:
-            grad_theta = grad_theta + _last_move(final, table)
-    if first is not None and pushed is not None and initial is not None:
-        first, pushed = _asked_at_the_start(first, pushed, initial[0], found, table, final)
-    return (*grads, grad_theta, None if pushed is None else -pushed, first)
-
-
-def _rows(scale: Tensor, kv: Tensor) -> Tensor:
-    """A factor of each feature [sequences, H, D] for kv's rows, both halves where they are doubled."""
-    return scale.repeat(1, 1, kv.shape[2] // scale.shape[2])[..., None]
-
-
-def _asked_at_the_end(final: StateGrads, found: Blocks, table: Tables) -> tuple[Tensor, Tensor]:
-    """What the last state's gradients ask of the last block: kv's and the pressure, in units of exp(-leave)."""
-    last = table.block_ranges[:, 0] + (table.block_ranges[:, 1] - 1).clamp_min(0)
-    scale = torch.exp(found.leave[last.clamp_max(found.leave.shape[0] - 1)] - final.max)  # no tokens: not used
-    return final.grad_kv * _rows(scale, final.grad_kv), -final.grad_sum * scale
-
-
-def _asked_at_the_start(
-    grad_kv: Tensor, pressure: Tensor, top: Tensor, found: Blocks, table: Tables, final: StateGrads | None
-) -> tuple[Tensor, Tensor]:
-    """From what the first blocks ask, in units of exp(-enter), to what is asked of the initial states, in units of
-    exp(-top). A sequence without tokens hands its state on."""
-    enter = found.enter[table.block_ranges[:, 0].clamp_max(found.enter.shape[0] - 1)]
-    scale = torch.where(top == float("-inf"), 0.0, torch.exp(top - enter))
-    some = table.lengths[:, None, None] > 0
-    other_kv, other = (0.0, 0.0) if final is None else (final.grad_kv, -final.grad_sum)
-    return torch.where(some[..., None], grad_kv * _rows(scale, grad_kv), other_kv), torch.where(
-        some, pressure * scale, other
-    )
-
-
-def _last_move(final: StateGrads, table: Tables) -> Tensor:
-    """theta's gradient of the last states' own move: their origin, the token after, counted from the last window."""
-    (cos, sin), (grad_cos, grad_sin) = final.kv.float().chunk(2, 2), final.grad_kv.chunk(2, 2)
-    start = (table.block_ranges[:, 1] - 1).clamp_min(0) // WINDOW * (WINDOW * BLOCK)
-    tokens = torch.where(table.lengths > 0, table.lengths - start, 0)
-    return (tokens[:, None, None] * (sin * grad_cos - cos * grad_sin).sum(3)).sum(0)
 
 
 @torch.compiler.assume_constant_result

@@ -493,3 +493,19 @@ def test_initial_states_of_any_size(top):
 @pytest.mark.parametrize("dtype", DTYPES[::2])
 def test_states_of_segments(dtype):
     state_case(dtype, True, [700], cu_seqlens=[0, 0, 5, 261, 262, 700, 700])
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"parts": [3000, 1, 700], "batch": 2},
+        {"parts": [2000, 640, 3000], "ends": [100, 2000, 2300, 5000]},
+        {"parts": [70, 4000, 65], "theta": False},
+        {"parts": [90, 3000, 80], "lift": [0.0, 90.0, -90.0]},
+        {"parts": [3000, 90, 70], "lift": [100.0, 0.0, 30.0]},
+    ],
+    ids=str,
+)
+def test_ranks(case, dtype):
+    table.check_ranks(**case, dtype=dtype, device=DEVICE, width=128, value_width=128)

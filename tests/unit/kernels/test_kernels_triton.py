@@ -132,6 +132,23 @@ def test_spans(theta, monkeypatch):
 
 
 @inside
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"parts": [70, 3, 65], "batch": 2},
+        {"parts": [65, 30], "batch": 2, "theta": False},
+        {"parts": [40, 330, 40], "ends": [30, 40, 390]},  # one ends on a rank's edge; a rank between, in spans
+        {"parts": [40, 266, 30], "lift": [0.0, 90.0, -90.0]},
+        {"parts": [266, 40, 30], "lift": [100.0, 0.0, 30.0]},
+    ],
+    ids=str,
+)
+def test_ranks(case, monkeypatch):
+    monkeypatch.setattr(triton_tables, "PROGRAMS", 10**6)
+    table.check_ranks(**case, dtype=torch.float32, device="cpu", heads=1)
+
+
+@inside
 def test_operators():
     leaves = {name: x.float().requires_grad_() for name, x in make(1, 70, 1, 24, 20).items()}
 

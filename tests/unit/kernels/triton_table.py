@@ -1,7 +1,9 @@
 """One table of the Triton scan for two places: a GPU (tests/gpu) and, at small sizes, Triton's interpreter."""
 
+from itertools import pairwise
+
 import torch
-from lightnet_kernels import ScanState, additive_scan
+from lightnet_kernels import ScanState, additive_scan, merge_states
 
 from . import kernel_oracle as oracle
 
@@ -78,3 +80,61 @@ def check_states(cuts, dtype, device, *, theta=True):
     assert isinstance(state, ScanState)
     for name, one, two in zip(ScanState._fields, state, last, strict=True):
         assert oracle.relative(one.cpu().double(), two.double()) < tolerance, name
+
+
+class Line:
+    """An exchange over ranks that are run one after another in one process: what arrives goes on from each to the next."""
+
+    def __init__(self, theta, sequences):
+        self.theta, self.arriving, self.continues, self.sequences = theta, None, False, sequences
+
+    def prefix(self, state):
+        sequences = state.max.shape[0]
+        identity = ScanState(
+            torch.full_like(state.max, -torch.inf),
+            torch.zeros_like(state.sum),
+            torch.zeros_like(state.kv),
+            0 * state.length,
+        )
+        whole = sequences == self.sequences > 1  # rows of a batch: all of them go on
+        found, after = identity, state
+        if self.continues:
+            if whole:
+                found = self.arriving
+            else:
+                found = ScanState(*(torch.cat([a, b[1:]]) for a, b in zip(self.arriving, identity, strict=True)))
+            after = merge_states(found, state, self.theta)
+        self.arriving = after if whole else ScanState(*(x[-1:] for x in after))
+        return found
+
+
+def check_ranks(parts, dtype, device, *, batch=1, ends=(), heads=2, width=24, value_width=20, theta=True, lift=()):
+    """A batch of rows (or one row of segments that end at `ends`) over ranks of so many tokens is the whole: output and every
+    gradient. `lift`: nats that each rank's keys lie above the others."""
+    tokens = sum(parts)
+    inputs = oracle.make(batch, tokens, heads, width, value_width, theta=theta)
+    edges = [0, *torch.tensor(parts).cumsum(0).tolist()]
+    for begin, end, height in zip(edges, edges[1:], lift, strict=False):
+        inputs["key"][:, begin:end] += height
+    leaves, _ = rounded(inputs, dtype)
+    leaves = {name: x.to(device).requires_grad_() for name, x in leaves.items()}
+    angles = leaves.get("theta")
+    grad = torch.randn(inputs["value"].shape, generator=torch.Generator().manual_seed(3)).to(dtype).to(device)
+    line, outputs = Line(angles, batch), []
+    for begin, end in pairwise(edges):
+        part = {name: x[:, begin:end] for name, x in leaves.items() if name != "theta"}
+        inner = [x - begin for x in ends if begin < x < end]
+        bounds = torch.tensor([0, *inner, end - begin]).int() if ends else None
+        line.continues = begin > 0 and begin not in ends
+        outputs.append(additive_scan(**part, theta=angles, cu_seqlens=bounds, exchange=line, backend="triton"))
+    output = torch.cat(outputs, 1)
+    actual = torch.autograd.grad(output, list(leaves.values()), grad)
+    double = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+    bounds = torch.tensor([0, *ends, tokens]).int() if ends else None
+    wanted = additive_scan(**double, cu_seqlens=bounds, backend="torch")
+    expected = torch.autograd.grad(wanted, list(double.values()), grad.double())
+    assert oracle.relative(output, wanted) < TOLERANCE[dtype][0]
+    terms = expected[0].norm()
+    for name, one, two in zip(leaves, actual, expected, strict=True):
+        size = two.norm() + (terms if name in ("key", "theta") else 0.0)
+        assert oracle.relative(one, two, size) < TOLERANCE[dtype][1], name

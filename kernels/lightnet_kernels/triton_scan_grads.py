@@ -1,0 +1,231 @@
+"""Backward pass of the Triton causal scan, in parts that a call's own gradients and those of ranks share. See `triton_scan`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import triton_backward as kernels
+from .triton_launch import launch
+from .triton_parts import BLOCK
+from .triton_scan import (
+    LANES,
+    Blocks,
+    Shape,
+    parts,
+    rows_of,
+    shape_of,
+    span_moves,
+    strides,
+    tables_of,
+    triangle,
+)
+from .triton_tables import Tables
+
+SCALE = 1e34  # exp(80)
+
+
+class StateGrads(NamedTuple):
+    """Gradients of the final state, and the state itself."""
+
+    max: Tensor
+    kv: Tensor
+    grad_sum: Tensor
+    grad_kv: Tensor
+
+
+class Asked(NamedTuple):
+    """What queries ask, see `triton_backward`: buffers between the kernels of one backward pass."""
+
+    x: Tensor
+    later: Tensor
+    own: Tensor
+    torque: Tensor | None  # of queries, keys, states and last moves: [2 blocks + chains + sequences, H, D]
+
+
+def ask(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, grad_key: Tensor, shape: Shape, table: Tables,
+    found: Blocks, silu: bool, moves: bool,
+) -> tuple[Tensor, Asked]:  # fmt: skip
+    """The gradient of queries, and what they ask. `grad_key` is written meanwhile, where it can hold what is
+    needed. moves: whether last states move, too."""
+    blocks, heads = table.blocks.shape[0], shape.heads
+    torque = None
+    if shape.double:
+        chained = table.spans.shape[0] * (shape.chains // shape.slices)
+        rows = 2 * blocks + chained + (table.lengths.shape[0] if moves else 0)
+        torque = torch.empty(rows, heads, shape.D, device=query.device)
+    grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    x = torch.empty(query.shape, dtype=shape.operand, device=query.device)
+    later = torch.empty_like(x) if query.dtype == torch.float16 else grad_key  # float16 has not the range
+    own = torch.empty_like(found.mass)
+    for grid, count in shape.grids(table):
+        launch(kernels.query_grads, grid)(
+            query, key, value, grad, grad_query, x, later, table.blocks, triangle(shape.operand, query.device), found.cos,
+            found.sin, found.kv, found.enter, found.mass, found.flag, own, torque,
+            blocks * heads, *strides(query, key, value, grad, x), heads, SILU=silu, COUNT=count,
+            **shape.of("query_grads"),
+        )  # fmt: skip
+    return grad_query, Asked(x, later, own, torque)
+
+
+def chain_grads(
+    asked: Asked, grad: Tensor, shape: Shape, table: Tables, found: Blocks, block_grads: Tensor | None,
+    before: Tensor | None, after: Tensor | None, **which: int,
+) -> None:  # fmt: skip
+    """`triton_backward.chain_grads`."""
+    blocks, spans = table.blocks.shape[0], table.spans.shape[0]
+    moved = None if asked.torque is None else asked.torque[2 * blocks :]
+    launch(kernels.chain_grads, (spans, shape.heads, shape.chains))(
+        asked.x, grad, table.spans, *found.angles, found.kv, block_grads, found.enter, found.leave, moved, before, after,
+        *strides(asked.x, grad), shape.heads, **which, **shape.of("chain_grads"),
+    )  # fmt: skip
+
+
+def move_span_grads(
+    held: Tensor, theta: Tensor | None, shape: Shape, table: Tables, found: Blocks, last: Tensor | None,
+    first: Tensor | None = None,
+) -> None:  # fmt: skip
+    """`triton_backward.scan_span_grads`; `first` is asked for with TOTAL."""
+    arguments = shape.of_states()
+    launch(kernels.scan_span_grads, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["BD"])))(
+        table.span_ranges, table.spans, held, found.enter, found.leave, span_moves(theta, table), last, first,
+        shape.heads, BT=BLOCK, FINAL=last is not None, TOTAL=first is not None, **arguments,
+    )  # fmt: skip
+
+
+def scan_pressure(
+    asked: Asked, shape: Shape, table: Tables, found: Blocks, last: Tensor | None, pushed: Tensor | None
+) -> Tensor:
+    """`triton_backward.scan_pressure`: what comes after each block; `pushed` is written where given."""
+    pressure = torch.empty_like(found.mass)
+    launch(kernels.scan_pressure, (table.lengths.shape[0], shape.heads, parts(shape.D, LANES)))(
+        table.block_ranges, found.enter, found.leave, asked.own, pressure, last, pushed, shape.heads, D=shape.D,
+        DP=LANES, FINAL=last is not None, INITIAL=pushed is not None, **shape.rows_at_once(table),
+    )  # fmt: skip
+    return pressure
+
+
+def answer(
+    asked: Asked, pressure: Tensor, block_grads: Tensor, grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    grad_key: Tensor, grad_value: Tensor, shape: Shape, table: Tables, found: Blocks, silu: bool,
+) -> None:  # fmt: skip
+    """The gradients of keys and values."""
+    blocks, heads = table.blocks.shape[0], shape.heads
+    for grid, count in shape.grids(table):
+        launch(kernels.key_grads, grid)(
+            query, key, value, grad, grad_key, asked.x, asked.later, table.blocks, found.cos, found.sin, block_grads,
+            found.enter, found.leave, found.mass, found.flag, pressure,
+            None if asked.torque is None else asked.torque[blocks:], blocks * heads,
+            *strides(query, key, value, grad, asked.x), heads, SILU=silu, COUNT=count, **shape.of("key_grads"),
+        )  # fmt: skip
+        launch(kernels.value_grads, grid)(
+            query, key, grad, grad_value, asked.x, table.blocks, found.cos, found.sin, block_grads, found.enter,
+            found.leave, found.mass, found.flag, blocks * heads, *strides(query, key, grad, asked.x, grad_value), heads,
+            SILU=silu, COUNT=count, **shape.of("value_grads"),
+        )  # fmt: skip
+
+
+def theta_grad(
+    theta: Tensor | None, asked: Asked, shape: Shape, table: Tables, final: StateGrads | None,
+    apart: tuple[Tensor, Tensor] | None = None,
+) -> Tensor | None:  # fmt: skip
+    """theta's gradient, summed in one order. `apart`: maxima and kv of initial states that the final ones do not hold."""
+    if theta is None or asked.torque is None:
+        return None
+    sequences, rows, columns = table.lengths.shape[0], asked.torque.shape[0], shape.heads * shape.D
+    if final is not None:
+        arguments, moves = shape.of_states(), asked.torque[rows - sequences :]
+        top0, kv0 = apart or (None, None)
+        launch(kernels.last_moves, (sequences, shape.heads, parts(shape.D, arguments["BD"])))(
+            table.block_ranges, table.lengths, final.kv, final.grad_kv, final.max, kv0, top0, theta, moves, shape.heads,
+            BT=BLOCK, APART=apart is not None, **arguments,
+        )  # fmt: skip
+    total = torch.empty(shape.heads, shape.D, device=theta.device)
+    launch(kernels.sum_rows, (parts(columns, LANES),))(
+        asked.torque, total, rows, columns, ROWS=128, COLUMNS=LANES, num_warps=8
+    )
+    return total
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    theta: Tensor | None,
+    initial: tuple[Tensor, ...] | None,
+    bounds: tuple[int, ...] | None,
+    silu: bool,
+    found: Blocks,
+    final: StateGrads | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of query, key, value, theta, and of the initial state's sum and kv."""
+    shape = shape_of(query, value, theta, silu)
+    table = tables_of(query, shape, bounds)
+    query, key, value, grad = rows_of(query), rows_of(key), rows_of(value), rows_of(grad)
+    heads, device, sequences = shape.heads, query.device, table.lengths.shape[0]
+    plain = {"memory_format": torch.contiguous_format}
+    first = torch.zeros(sequences, heads, shape.rows, shape.V, device=device) if initial is not None else None
+    pushed = torch.zeros(sequences, heads, shape.D, device=device) if initial is not None else None
+    grad_key = torch.empty_like(key, **plain)
+    if not table.blocks.shape[0] or not heads:
+        if final is not None and first is not None:
+            first, pushed = final.grad_kv.clone(), -final.grad_sum
+        return (
+            torch.empty_like(query, **plain), grad_key, torch.empty_like(value, **plain),
+            None if theta is None else torch.zeros_like(theta), None if pushed is None else -pushed, first,
+        )  # fmt: skip
+    block_grads = torch.empty_like(found.kv)
+    last_kv, last_pressure = (None, None) if final is None else asked_at_the_end(final, found, table)
+    grad_query, asked = ask(grad, query, key, value, grad_key, shape, table, found, silu, final is not None)
+    to = 0 if first is None else 2
+
+    def run(before: Tensor | None, after: Tensor | None, **which: int) -> None:
+        chain_grads(asked, grad, shape, table, found, block_grads, before, after, **which)
+
+    if not table.chained:
+        run(last_kv, first, FROM=0 if last_kv is None else 2, BLOCKS=1, TO=to)
+    else:
+        held = torch.empty(table.spans.shape[0], heads, shape.rows, shape.V, device=device)
+        run(None, held, FROM=0, BLOCKS=0, TO=1)
+        move_span_grads(held, theta, shape, table, found, last_kv)
+        run(held, first, FROM=1, BLOCKS=1, TO=to)
+        del held
+    pressure = scan_pressure(asked, shape, table, found, last_pressure, pushed)
+    grad_value = torch.empty_like(value, **plain)  # no sooner: spans held states meanwhile
+    answer(asked, pressure, block_grads, grad, query, key, value, grad_key, grad_value, shape, table, found, silu)
+    grad_theta = theta_grad(theta, asked, shape, table, final)
+    if first is not None and pushed is not None and initial is not None:
+        first, pushed = asked_at_the_start(first, pushed, initial[0], found, table, final)
+    return grad_query, grad_key, grad_value, grad_theta, None if pushed is None else -pushed, first
+
+
+def _rows(scale: Tensor, kv: Tensor) -> Tensor:
+    """A factor of each feature [sequences, H, D] for kv's rows, both halves where they are doubled."""
+    return scale.repeat(1, 1, kv.shape[2] // scale.shape[2])[..., None]
+
+
+def asked_at_the_end(final: StateGrads, found: Blocks, table: Tables) -> tuple[Tensor, Tensor]:
+    """What the last state's gradients ask of the last block: kv's and the pressure, in units of exp(-leave).
+
+    Without an earlier state in it the last state's unit may be far below: then nobody asks anything of it."""
+    last = table.block_ranges[:, 0] + (table.block_ranges[:, 1] - 1).clamp_min(0)
+    scale = torch.exp(found.leave[last.clamp_max(found.leave.shape[0] - 1)] - final.max).clamp_max(SCALE)
+    return final.grad_kv * _rows(scale, final.grad_kv), -final.grad_sum * scale
+
+
+def asked_at_the_start(
+    grad_kv: Tensor, pressure: Tensor, top: Tensor, found: Blocks, table: Tables, final: StateGrads | None
+) -> tuple[Tensor, Tensor]:
+    """From what the first blocks ask, in units of exp(-enter), to what is asked of the initial states, in units of
+    exp(-top). A sequence without tokens hands its state on."""
+    enter = found.enter[table.block_ranges[:, 0].clamp_max(found.enter.shape[0] - 1)]
+    scale = torch.where(top == float("-inf"), 0.0, torch.exp(top - enter))
+    some = table.lengths[:, None, None] > 0
+    other_kv, other = (0.0, 0.0) if final is None else (final.grad_kv, -final.grad_sum)
+    return torch.where(some[..., None], grad_kv * _rows(scale, grad_kv), other_kv), torch.where(
+        some, pressure * scale, other
+    )

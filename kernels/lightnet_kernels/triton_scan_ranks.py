@@ -1,0 +1,266 @@
+"""The Triton causal scan of a rank that shares its sequences with others: its own state first, its outputs after.
+
+A rank's state must leave before anything of other ranks is known, and what they ask of it comes back after its queries are
+done. So each pass has two halves, and between them states travel; every kernel over tokens still runs once, as alone:
+
+    forward   `_own`: blocks' states from the rank's own tokens, and the state after them
+              `_outputs`: these moved on by what came before (as what a span finds is added to its blocks), outputs
+    backward  `_ask`: gradients of queries, and what they ask of all that came before
+              `_answer`: with what later ranks ask of the rank's own state, gradients of keys, values and theta
+
+Both halves of the forward pass are autograd nodes, of which the first waits, backward, for what the second found.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .state import ScanState
+from .triton_launch import compiled_together
+from .triton_replay import replayed
+from .triton_scan import (
+    Blocks,
+    Shape,
+    add_spans,
+    chain_states,
+    empty_blocks,
+    empty_states,
+    fill_angles,
+    fill_outputs,
+    fill_units,
+    move_spans,
+    rows_of,
+    shape_of,
+    tables_of,
+)
+from .triton_scan_grads import (
+    Asked,
+    StateGrads,
+    answer,
+    ask,
+    asked_at_the_end,
+    asked_at_the_start,
+    chain_grads,
+    move_span_grads,
+    scan_pressure,
+    theta_grad,
+)
+from .triton_tables import Tables
+
+
+def causal_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    activation: bool,
+    theta: Tensor | None,
+    bounds: list[int] | None,
+    lengths: Tensor,
+    prefix: Any,
+) -> Tensor:
+    """See `scan.additive_scan`; inputs keep their dtype. `prefix`: from this rank's own state, [segments, ..] with
+    `lengths` tokens, to that of earlier ranks."""
+    theta = None if theta is None else theta.float().contiguous()
+    pass_ = _Pass(None if bounds is None else tuple(bounds), activation)
+    top, total, kv = _Own.apply(pass_, key, value, theta)
+    before = prefix(ScanState(top, total, kv, lengths))
+    start = (before.max.detach().float(), before.sum.float(), before.kv.float())
+    output: Tensor = _Outputs.apply(pass_, query, key.detach(), value.detach(), theta, *start, total)
+    return output
+
+
+class _Pass:
+    """What the halves of one call share."""
+
+    def __init__(self, bounds: tuple[int, ...] | None, silu: bool):
+        self.bounds, self.silu = bounds, silu
+        self.own: tuple[Any, ...] | None = None  # forward, what `_own` left
+        self.asked: tuple[Any, ...] | None = None  # backward, what `_ask` left
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pass_: _Pass, key: Tensor, value: Tensor, theta: Tensor | None) -> tuple[Tensor, ...]:
+        top, total, kv, *pass_.own = _replay_own(key, value, theta, pass_.bounds)
+        ctx.pass_ = pass_
+        ctx.save_for_backward(top, kv)
+        ctx.mark_non_differentiable(top)
+        return top, total, kv
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, grad_sum: Tensor, grad_kv: Tensor) -> tuple[Any, ...]:
+        asked, ctx.pass_.asked = ctx.pass_.asked, None
+        if asked is None:
+            raise RuntimeError("additive_scan: with an exchange the loss must depend on the scan's own output")
+        final = (*ctx.saved_tensors, grad_sum.contiguous(), grad_kv.contiguous())
+        grad_key, *arguments = asked
+        grad_value, grad_theta = _replay_answer(*arguments, grad_key, *final, ctx.pass_.bounds, ctx.pass_.silu)
+        return None, grad_key, grad_value, grad_theta
+
+
+class _Outputs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, pass_: _Pass, query: Tensor, key: Tensor, value: Tensor, theta: Any, top: Tensor, total: Tensor,
+        kv: Tensor, _own: Tensor,
+    ) -> Tensor:  # fmt: skip
+        own, pass_.own = pass_.own, None
+        assert own is not None
+        start = tuple(x.contiguous() for x in (top, total, kv))
+        blocks, _, _, _, *angles = own
+        output, *units = _replay_outputs(query, key, value, theta, *start, *own, pass_.bounds, pass_.silu)
+        ctx.pass_ = pass_
+        ctx.save_for_backward(query, key, value, theta, start[0], start[2], blocks, *units, *angles)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # create_graph
+            raise RuntimeError(
+                "additive_scan with an exchange has no second derivative; use backend='torch', which has"
+            )
+        query, key, value, theta, top, kv, *found = ctx.saved_tensors
+        pass_ = ctx.pass_
+        of_query, of_sum, of_kv, grad_key, *asked = _replay_ask(
+            grad, query, key, value, theta, top, *found, pass_.bounds, pass_.silu
+        )
+        pass_.asked = (grad_key, grad, query, key, value, theta, top, kv, *found, *asked)
+        return None, of_query, None, None, None, None, of_sum, of_kv, None
+
+
+def _sizes(query: Tensor, value: Tensor, theta: Tensor | None, bounds: Any, silu: bool) -> tuple[Shape, Tables]:
+    shape = shape_of(query, value, theta, silu)
+    return shape, tables_of(query, shape, bounds)
+
+
+def _sizes_of_keys(key: Tensor, value: Tensor, theta: Tensor | None, bounds: Any) -> None:
+    _sizes(key, value, theta, bounds, False)
+
+
+def _sizes_of_scan(query: Tensor, _key: Tensor, value: Tensor, theta: Tensor | None, *others: Any) -> None:
+    _sizes(query, value, theta, *others[-2:])
+
+
+def _sizes_of_grads(_grad: Tensor, *arguments: Any) -> None:
+    _sizes_of_scan(*arguments)
+
+
+def _together(name: str, run: Any, arguments: tuple[Any, ...], query: Tensor, value: Tensor, theta: Any) -> Any:
+    """Run, after compiling all kernels of a new case at once."""
+    case = shape_of(query, value, theta, arguments[-1] is True), query.dtype, query.device
+    compiled_together((name, *case), query.device, lambda: run(*arguments))
+    return run(*arguments)
+
+
+def _own(key: Tensor, value: Tensor, theta: Tensor | None, bounds: Any) -> tuple[Tensor | None, ...]:
+    """The state after all tokens: max, sum, kv; blocks' kv within their spans, what spans add, enter, leave, angles."""
+    shape, table = _sizes(key, value, theta, bounds, False)
+    key, value = rows_of(key), rows_of(value)
+    top, total, kv = empty_states(shape, table.lengths.shape[0], key.device)
+    found = empty_blocks(shape, table.blocks.shape[0], key.device)
+    held = torch.empty(table.spans.shape[0], shape.heads, shape.rows, shape.V, device=key.device)
+    if table.blocks.shape[0] and shape.heads:
+        fill_angles(theta, shape, found.angles)
+        fill_units(key, shape, table, found, (None, None), (top, total))
+        chain_states(key, value, shape, table, found, (None, None), None, held, FROM=0, BLOCKS=1, TO=1)
+        move_spans(held, theta, shape, table, found, (None, None), total=(top, kv))
+    return top, total, kv, found.kv, held, found.enter, found.leave, *found.angles
+
+
+def _run_own(*arguments: Any) -> Any:
+    return _together("own", _own, arguments, *arguments[:3])
+
+
+_replay_own = replayed(_run_own, _sizes_of_keys, shared=True)
+
+
+def _outputs(
+    query: Tensor, key: Tensor, value: Tensor, theta: Tensor | None, top: Tensor, total: Tensor, start: Tensor,
+    kv: Tensor, held: Tensor, enter: Tensor, leave: Tensor, cos: Any, sin: Any, turn: Any, bounds: Any, silu: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The output; enter, leave, mass and flag of blocks. Writes `kv`, what blocks find, and `held`."""
+    shape, table = _sizes(query, value, theta, bounds, silu)
+    query, key, value = rows_of(query), rows_of(key), rows_of(value)
+    output = torch.empty_like(value, memory_format=torch.contiguous_format)
+    flag = torch.zeros(kv.shape[:2], dtype=torch.int32, device=kv.device)
+    enters, leaves, mass = (torch.empty_like(enter) for _ in range(3))
+    found = Blocks(kv, enters, leaves, mass, flag, cos, sin, turn)
+    if table.blocks.shape[0] and shape.heads:
+        fill_units(key, shape, table, found, (top, total), (None, None))
+        move_spans(held, theta, shape, table, found, (top, start), leave)
+        add_spans(held, theta, shape, table, found, top, enter)
+        fill_outputs(query, key, value, output, shape, table, found, silu)
+    return output, *found[1:5]
+
+
+def _run_outputs(*arguments: Any) -> Any:
+    return _together("outputs", _outputs, arguments, arguments[0], *arguments[2:4])
+
+
+_replay_outputs = replayed(_run_outputs, _sizes_of_scan, shared=True)
+
+
+def _ask(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, theta: Tensor | None, top: Tensor, kv: Tensor,
+    enter: Tensor, leave: Tensor, mass: Tensor, flag: Tensor, cos: Any, sin: Any, turn: Any, bounds: Any, silu: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of query and of the initial state's sum and kv; a buffer for key's; what each span's queries ask of what it
+    finds; and `Asked`, None for `later` where it is that buffer."""
+    shape, table = _sizes(query, value, theta, bounds, silu)
+    found = Blocks(kv, enter, leave, mass, flag, cos, sin, turn)
+    query, key, value, grad = rows_of(query), rows_of(key), rows_of(value), rows_of(grad)
+    sequences, heads, device = table.lengths.shape[0], shape.heads, query.device
+    first = torch.zeros(sequences, heads, shape.rows, shape.V, device=device)
+    pushed = torch.zeros(sequences, heads, shape.D, device=device)
+    grad_key = torch.empty_like(key, memory_format=torch.contiguous_format)
+    held = torch.empty(table.spans.shape[0], heads, shape.rows, shape.V, device=device)
+    if not table.blocks.shape[0] or not heads:
+        return torch.zeros_like(query), pushed, first, grad_key, held, torch.empty_like(grad), None, mass, None
+    grad_query, asked = ask(grad, query, key, value, grad_key, shape, table, found, silu, moves=True)
+    chain_grads(asked, grad, shape, table, found, None, None, held, FROM=0, BLOCKS=0, TO=3)
+    move_span_grads(held, theta, shape, table, found, None, first)
+    scan_pressure(asked, shape, table, found, None, pushed)
+    first, pushed = asked_at_the_start(first, pushed, top, found, table, None)
+    later = None if asked.later is grad_key else asked.later
+    return grad_query, -pushed, first, grad_key, held, asked.x, later, asked.own, asked.torque
+
+
+def _run_ask(*arguments: Any) -> Any:
+    return _together("ask", _ask, arguments, arguments[1], *arguments[3:5])
+
+
+_replay_ask = replayed(_run_ask, _sizes_of_grads, shared=True)
+
+
+def _answer(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, theta: Tensor | None, top0: Tensor, kv0: Tensor,
+    kv: Tensor, enter: Tensor, leave: Tensor, mass: Tensor, flag: Tensor, cos: Any, sin: Any, turn: Any,
+    held: Tensor, x: Tensor, later: Tensor | None, own: Tensor, torque: Tensor | None, grad_key: Tensor,
+    top: Tensor, last: Tensor, grad_sum: Tensor, grad_kv: Tensor, bounds: Any, silu: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of value and theta, and into `grad_key` of key. `top`, `last`: max and kv of the rank's own state."""
+    shape, table = _sizes(query, value, theta, bounds, silu)
+    found, final = Blocks(kv, enter, leave, mass, flag, cos, sin, turn), StateGrads(top, last, grad_sum, grad_kv)
+    query, key, value, grad = rows_of(query), rows_of(key), rows_of(value), rows_of(grad)
+    grad_value = torch.empty_like(value, memory_format=torch.contiguous_format)
+    if not table.blocks.shape[0] or not shape.heads:
+        return grad_value, None if theta is None else torch.zeros_like(theta)
+    asked = Asked(x, grad_key if later is None else later, own, torque)
+    last_kv, last_pressure = asked_at_the_end(final, found, table)
+    move_span_grads(held, theta, shape, table, found, last_kv)
+    block_grads = torch.empty_like(kv)
+    chain_grads(asked, grad, shape, table, found, block_grads, held, None, FROM=1, BLOCKS=1, TO=0)
+    pressure = scan_pressure(asked, shape, table, found, last_pressure, None)
+    answer(asked, pressure, block_grads, grad, query, key, value, grad_key, grad_value, shape, table, found, silu)
+    return grad_value, theta_grad(theta, asked, shape, table, final, (top0, kv0))
+
+
+def _run_answer(*arguments: Any) -> Any:
+    return _together("answer", _answer, arguments, arguments[1], *arguments[3:5])
+
+
+_replay_answer = replayed(_run_answer, _sizes_of_grads, shared=True)
