@@ -70,8 +70,10 @@ class Hardware:
 
     @cached_property
     def nvlink(self) -> Link:
-        """Inside a host."""
-        return Link("NVLink", self.figures["nvlink_bytes_s"]["value"], self.figures["nvlink_latency_s"]["value"])
+        """Inside a host: cards without NVLink say so in the source of its figure."""
+        rate = self.figures["nvlink_bytes_s"]
+        name = "PCIe" if "no NVLink" in str(rate.get("source")) else "NVLink"
+        return Link(name, rate["value"], self.figures["nvlink_latency_s"]["value"])
 
     @cached_property
     def infiniband(self) -> Link:

@@ -16,6 +16,7 @@ from .step_time import StepTime, step_time
 from .traffic import Moved, traffic
 
 GIB = 2**30
+CLOSE = 0.05  # of a card's memory: who leaves less may not fit after all, because the prediction is off by as much
 ALIKE = 1.02  # step times that differ by less are taken as equal, and the simpler layout is preferred
 
 
@@ -29,6 +30,7 @@ class Row:
         largest_micro_batch: by ``parallel.recompute_every``; whatever the batch, and with a full pipeline. 0: none fits.
         moved: of the stage that sends most.
         refused: the limit that is passed, None where the layout fits.
+        close: whether it fits with less than ``CLOSE`` of the memory to spare.
         block, block_again: bytes that a block keeps of a micro-batch, and one that is computed again.
     """
 
@@ -44,6 +46,7 @@ class Row:
     moved: list[Moved]
     time: StepTime
     refused: str | None
+    close: bool
     block: int
     block_again: int
 
@@ -80,15 +83,19 @@ class Plan:
 
     @property
     def recommended(self) -> Row:
-        """The simplest of the fastest.
+        """The simplest of the fastest that leave some memory, or of all where none does.
 
         Raises:
             UserError: none fits; names the limit.
         """
         if not self.fitting:
             raise UserError(self._none_fits())
-        best = self.fitting[0].time.total
-        return min((row for row in self.fitting if row.time.total <= ALIKE * best), key=_simplicity)
+        return min((row for row in self.roomy if row.time.total <= ALIKE * self.roomy[0].time.total), key=_simplicity)
+
+    @property
+    def roomy(self) -> list[Row]:
+        """Rows that fit with some memory to spare, all that fit where there is none."""
+        return [row for row in self.fitting if not row.close] or self.fitting
 
     def tokens_per_second(self, row: Row) -> float:
         """Of the whole run."""
@@ -124,12 +131,15 @@ class Plan:
     def reason(self) -> str:
         """Why the recommended layout, in one sentence."""
         row = self.recommended
-        others = [other for other in self.fitting if _sizes(other) != _sizes(row)]
-        start = (
-            f"of {len(self.fitting)} layouts that fit ({len(self.rows)} are legal) {row.name()} has the shortest step"
-        )
-        if self.fitting[0] is not row:
-            start = f"{row.name()} is the simplest of those within 2 % of the shortest step ({len(self.fitting)} fit)"
+        others = [other for other in self.roomy if _sizes(other) != _sizes(row)]
+        room = f" with {100 * CLOSE:.0f} % of the memory to spare" if not row.close else ""
+        start = f"of {len(self.roomy)} layouts that fit{room} ({len(self.rows)} are legal) {row.name()} has the shortest step"
+        if self.roomy[0] is not row:
+            start = (
+                f"{row.name()} is the simplest of those within 2 % of the shortest step ({len(self.roomy)} fit{room})"
+            )
+        if row.close:
+            start = f"no layout leaves {100 * CLOSE:.0f} % of the memory free, so try it before you trust it; {start}"
         if not others:
             return f"{start}, {row.time.total:.3g} s."
         other = others[0]
@@ -251,7 +261,7 @@ def _row(
     """The best way to run one layout."""
     held, data = parts.of(choice, world), world // choice.model
     every_way = recomputes if recomputes is not None else sorted({0, 1, config.parallel.recompute_every})
-    best: tuple[tuple[bool, float], int, int, int, Memory, StepTime] | None = None
+    best: tuple[tuple[bool, bool, float], int, int, int, Memory, StepTime] | None = None
     for micro in micros:
         accumulation = config.train.global_batch // (micro * data)
         if best is not None and best[0][0]:
@@ -259,14 +269,14 @@ def _row(
         for every in every_way:
             stage, memory = worst(held, micro, every, accumulation, hardware)
             over = memory.total > hardware.memory_bytes
-            if over and best is not None and (not best[0][0] or best[0][1] <= memory.total):
+            if over and best is not None and (not best[0][0] or best[0][2] <= memory.total):
                 continue
             time = step_time(held, micro, every, accumulation, hardware)
-            score = (over, float(memory.total) if over else time.total)
+            score = (over, _close(memory, hardware), float(memory.total) if over else time.total)
             if best is None or score < best[0]:
                 best = score, micro, every, stage, memory, time
     assert best is not None
-    (over, _), micro, every, stage, memory, time = best
+    (over, close, _), micro, every, stage, memory, time = best
     accumulation = config.train.global_batch // (micro * data)
     moved = [traffic(part, micro, every, accumulation, hardware) for part in held]
     refused = None
@@ -279,9 +289,13 @@ def _row(
     return Row(
         choice, data, micro, every, accumulation, [part.parameters for part in held], stage, memory,
         {every: largest_micro_batch(held, every, hardware) for every in every_way if largest},
-        max(moved, key=lambda stage: sum(one.bytes for one in stage)), time, refused,
+        max(moved, key=lambda stage: sum(one.bytes for one in stage)), time, refused, close and not over,
         held[0].sizes(micro).block.total, held[0].sizes(micro).again.total,
     )  # fmt: skip
+
+
+def _close(memory: Memory, hardware: Hardware) -> bool:
+    return memory.total > (1 - CLOSE) * hardware.memory_bytes
 
 
 def worst(held: list[Part], micro_batch: int, every: int, accumulation: int, hardware: Hardware) -> tuple[int, Memory]:

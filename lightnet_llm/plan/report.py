@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..parallel.layout import Layout
-from .planner import GIB, Plan, Row
+from .planner import CLOSE, GIB, Plan, Row
 
 SHOWN = 12
 GB = 1e9
@@ -51,6 +51,7 @@ def _row(plan: Plan, row: Row, price: float | None) -> dict[str, Any]:
         "zero_stage": choice.zero_stage,
         "tensor_sequence_parallel": choice.tensor_sequence_parallel,
         "fits": row.refused is None,
+        "close": row.close,
         "refused": row.refused,
         "parameters_per_rank": row.parameters,
         "micro_batch": row.micro_batch,
@@ -73,6 +74,17 @@ def cost(plan: Plan, row: Row, price: float | None) -> float | None:
     return None if price is None else plan.days(row) * 24 * plan.world * price
 
 
+def command(plan: Plan, row: Row, given: Sequence[str] | None = None) -> str:
+    """What starts a layout: on one host at once, on several by a script of ``lightnet launch``."""
+    config, *further = given or [str(plan.config.train.name)]
+    overrides = [*further, *plan.overrides(row)]
+    if plan.world <= plan.hardware.per_node:
+        return f"lightnet train {shlex.join([config, *overrides])} --gpus {plan.world}"
+    each = max(size for size in range(1, plan.hardware.per_node + 1) if plan.world % size == 0)
+    hosts = [f"launch.nodes={plan.world // each}", f"launch.gpus_per_node={each}"]
+    return f"lightnet launch {shlex.join([config, *overrides, *hosts])} --emit slurm"
+
+
 def lines(
     plan: Plan, given: Sequence[str] | None = None, price: float | None = None, every_row: bool = False
 ) -> list[str]:
@@ -91,7 +103,7 @@ def lines(
         *_table(plan, price, every_row),
         "",
         f"recommended: {plan.reason()}",
-        f"  lightnet train {shlex.join([*(given or [str(config.train.name)]), *plan.overrides(best)])}",
+        f"  {command(plan, best, given)}",
         f"  memory of a card, {_stage(best)}GiB: {_kinds(best)}, together {best.memory.total / GIB:.1f} of "
         f"{hardware.memory_bytes / GIB:.1f}; peak in {best.memory.peak}",
         f"  a step, s: {_times(best)}",
@@ -109,6 +121,7 @@ def lines(
         found.append(
             f"as configured ({own.name()}, micro_batch {own.micro_batch}, recompute_every {own.recompute_every}): "
             f"{own.memory.total / GIB:.1f} GiB, {own.time.total:.3g} s a step, {plan.days(own):.3g} days"
+            + (f", cost {cost(plan, own, price):,.0f}" if price is not None else "")
         )
     if hardware.assumed:
         found.append(f"assumed, not measured on this card: {', '.join(hardware.assumed)}; lightnet plan --calibrate")
@@ -133,7 +146,7 @@ def _table(plan: Plan, price: float | None, every_row: bool) -> list[str]:
                 f"{max(row.parameters):,}",
                 f"{row.micro_batch} ({largest.get(row.recompute_every, 0)})",
                 str(row.recompute_every),
-                f"{total:.1f}",
+                f"{total:.1f}{' !' if row.close else ''}",
                 *(times if fits else ["does not fit", "", "", ""]),
                 *(
                     [f"{cost(plan, row, price):,.0f}"]
@@ -151,6 +164,8 @@ def _table(plan: Plan, price: float | None, every_row: bool) -> list[str]:
         )
         for row in (head, *rows)
     ]
+    if any(row.close for row in shown):
+        text.append(f"!: fits, with less than {100 * CLOSE:.0f} % of the memory to spare")
     left = len(plan.rows) - len(shown)
     fitting = len(plan.fitting) - len(shown)
     if left:

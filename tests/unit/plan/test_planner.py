@@ -15,7 +15,7 @@ from lightnet_llm.config.run import RunConfig
 from lightnet_llm.errors import UserError
 from lightnet_llm.models import CausalLM, count_parameters
 from lightnet_llm.parallel.legality import Choice, choice_of, choices, problem
-from lightnet_llm.plan import hardware, planner, scaling
+from lightnet_llm.plan import hardware, planner, report, scaling
 from lightnet_llm.plan.hardware import Hardware, load_hardware
 from lightnet_llm.plan.memory import Parts, with_choice
 from lightnet_llm.plan.step_time import step_time
@@ -133,6 +133,40 @@ def test_the_recommendation_can_be_run() -> None:
         assert found.reason().endswith(".")
 
 
+def test_what_barely_fits_is_not_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prediction that is off by a few per cent must not end a run; where nothing else fits, that is said."""
+    config, card = load_config("pile_1b", ["train.global_batch=18"]), load_hardware("h100")
+
+    def alone() -> planner.Plan:
+        found = planner.find(config, 1, card, wanted=lambda choice: choice.zero_stage == 1)
+        assert found is not None
+        return found
+
+    held = Parts(config).of(choice_of(config), 1)
+    assert 0.95 * card.memory_bytes < planner.worst(held, 18, 0, 1, card)[1].total <= card.memory_bytes
+    row = alone().recommended
+    assert row.micro_batch == 9 and not row.close and "with 5 % of the memory to spare" in alone().reason()
+    card.memory_bytes = int(1.01 * planner.worst(held, 1, 1, 18, card)[1].total)
+    assert alone().recommended.close and "try it before you trust it" in alone().reason()
+    card = load_hardware("h100")
+    monkeypatch.setattr(planner, "CLOSE", 0.0)
+    assert alone().recommended.micro_batch == 18
+
+
+def test_the_command_starts_so_many_cards() -> None:
+    config, card = load_config("pile_150m", ["train.global_batch=192"]), load_hardware("h100")
+    several = ["lightnet launch", "launch.nodes=3 launch.gpus_per_node=8"]
+    for world, parts in ((2, ["lightnet train", "--gpus 2"]), (24, several)):
+        found = planner.find(config, world, card, wanted=lambda choice: choice.model == 1)
+        assert found is not None
+        told = report.command(found, found.recommended, ["pile_150m", "train.global_batch=192"])
+        assert all(part in told for part in parts) and " train.global_batch=192 " in told, told
+
+
+def test_cards_without_nvlink_do_not_claim_it() -> None:
+    assert load_hardware("l40s").nvlink.name == "PCIe" and load_hardware("h100").nvlink.name == "NVLink"
+
+
 def test_refusals_name_the_limit() -> None:
     config = load_config("pile_2.9b")
     with pytest.raises(UserError, match=r"no layout .* 1 x a100-40.*GiB a card, which has 39\.4 GiB.*--gpus 2"):
@@ -232,10 +266,11 @@ def run(*arguments: str) -> Any:
 
 
 ROW = {
-    "layout": dict, "zero_stage": int, "tensor_sequence_parallel": bool, "fits": bool, "refused": (str, type(None)),
-    "parameters_per_rank": list, "micro_batch": int, "gradient_accumulation_steps": int, "recompute_every": int,
-    "largest_micro_batch": dict, "memory_bytes": dict, "block_bytes": dict, "moved_per_step": list, "step_seconds": dict,
-    "tokens_per_second": float, "model_flop_utilisation": float, "days": float, "cost": (float, type(None)),
+    "layout": dict, "zero_stage": int, "tensor_sequence_parallel": bool, "fits": bool, "close": bool,
+    "refused": (str, type(None)), "parameters_per_rank": list, "micro_batch": int, "gradient_accumulation_steps": int,
+    "recompute_every": int, "largest_micro_batch": dict, "memory_bytes": dict, "block_bytes": dict, "moved_per_step": list,
+    "step_seconds": dict, "tokens_per_second": float, "model_flop_utilisation": float, "days": float,
+    "cost": (float, type(None)),
 }  # fmt: skip
 TOP = {
     "name": str, "parameters": int, "precision": str, "tokens": int, "tokens_per_step": int, "gpus": int, "gpu": dict,
