@@ -67,7 +67,7 @@ class ImageSamples(_Samples):
         folder: of the shards.
         split: "train", "validation", ...
         seed: with the position, all that a sample depends on.
-        transform: from an RGB image (PIL) and the sample's draws to an RGB image.
+        transform: from an RGB image (PIL) and the sample's draws to an RGB or grey image.
         shuffle: False gives samples in stored order (validation).
     """
 
@@ -83,7 +83,8 @@ class ImageSamples(_Samples):
         """The sample at a global position.
 
         Returns:
-            image: uint8 [3, H, W]. label: its class. number: in the split. sample_id: the position.
+            image: uint8 [3, H, W], or [1, H, W] where the transform makes it grey. label: its class. number: in the split.
+            sample_id: the position.
 
         Raises:
             DataError: a shard is missing or changed.
@@ -97,7 +98,8 @@ class ImageSamples(_Samples):
             raise DataError(f"{where} {error}; the shard has changed, copy it again") from None
         if self.transform is not None:
             image = self.transform(image, Draws(self.seed, epoch, number, AUGMENTATION))
-        pixels = np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+        values = np.asarray(image)
+        pixels = np.ascontiguousarray(values[None] if values.ndim == 2 else values.transpose(2, 0, 1))
         return {"image": pixels, "label": label, "number": number, "sample_id": operator.index(position)}
 
 
@@ -155,7 +157,7 @@ def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
         samples: B samples of one kind and one size.
 
     Returns:
-        images: uint8 [B, 3, H, W], or latents: float32 [B, C, h, w]. labels, numbers, sample_ids: int64 [B]. What
+        images: uint8 [B, 3 or 1, H, W], or latents: float32 [B, C, h, w]. labels, numbers, sample_ids: int64 [B]. What
         ``MixedImages`` and ``NoisedSamples`` add: other_images, boxes, kept, noise; int64 [B] other_labels, timesteps.
 
     Raises:

@@ -83,6 +83,15 @@ class CenterCrop:
 
 
 @dataclass(frozen=True)
+class Grey:
+    """One channel: the luma of ITU-R 601, which grey pictures stored as RGB give back as they were."""
+
+    def __call__(self, image: Any, draws: Draws) -> Any:
+        """See the class."""
+        return image.convert("L")
+
+
+@dataclass(frozen=True)
 class Chain:
     """One transform after the other."""
 

@@ -12,7 +12,7 @@ import torch
 from lightnet_data import pictures, sample_shards
 from lightnet_data.draws import Draws
 from lightnet_data.image_dataset import ImageSamples
-from lightnet_data.image_transforms import CenterCrop, Transform
+from lightnet_data.image_transforms import CenterCrop, Chain, Grey, Transform
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -119,7 +119,8 @@ def _classifier(path: Path, device: str | None) -> FeatureNet:
     model, config = loaded.model, loaded.config
     assert config.model.image is not None
     place, given = model.head.weight.device, config.augmentation
-    crop = CenterCrop(config.model.image.size, given.center_share)
+    steps: list[Transform] = [CenterCrop(config.model.image.size, given.center_share)]
+    crop = Chain([*steps, Grey()] if config.model.image.channels == 1 else steps)
     mean, std = (torch.tensor(values, device=place).view(-1, 1, 1) for values in (given.mean, given.std))
     caught: dict[str, Tensor] = {}
     model.layers[(config.model.layers - 1) // 2].register_forward_hook(
@@ -132,7 +133,8 @@ def _classifier(path: Path, device: str | None) -> FeatureNet:
         from PIL import Image
 
         cropped = np.stack([np.asarray(crop(Image.fromarray(image), UNDRAWN)) for image in pixels])
-        images = torch.from_numpy(cropped).to(place).permute(0, 3, 1, 2).float() / 255.0
+        channels_last = torch.from_numpy(cropped[..., None] if cropped.ndim == 3 else cropped).to(place)
+        images = channels_last.permute(0, 3, 1, 2).float() / 255.0
         logits = model((images - mean) / std).logits
         return Seen(caught["features"], caught["tokens"][..., :SPATIAL].flatten(1), logits.softmax(1))
 

@@ -216,7 +216,8 @@ def decode(
 
 
 def as_pixels(images: Tensor) -> NDArray[np.uint8]:
-    """[B, C, H, W] in [-1, 1] to uint8 [B, H, W, C]."""
+    """[B, 3, H, W], or [B, 1, H, W] for grey, in [-1, 1] to uint8 [B, H, W, 3]."""
+    images = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
     pixels = ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return pixels.permute(0, 2, 3, 1).contiguous().numpy()
 

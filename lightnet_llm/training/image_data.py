@@ -8,7 +8,7 @@ from typing import Any
 
 from lightnet_data import sample_shards
 from lightnet_data.image_dataset import ImageSamples, LatentSamples
-from lightnet_data.image_transforms import CenterCrop, Chain, HorizontalFlip, RandomResizedCrop, Transform
+from lightnet_data.image_transforms import CenterCrop, Chain, Grey, HorizontalFlip, RandomResizedCrop, Transform
 from lightnet_data.rand_augment import Erase, RandAugment
 
 from ..config.model import ImageConfig
@@ -54,8 +54,8 @@ def _kind(folder: str, config: RunConfig) -> str:
     if config.data.path is not None and sample_shards.is_samples(config.data.path):
         check_classes(folder, names, sample_shards.class_names(config.data.path))
     if kind == "images":
-        if image.channels != 3:
-            raise UserError(f"{folder}: holds images of 3 channels (grey ones, too); set model.image.channels=3")
+        if image.channels not in (1, 3):
+            raise UserError(f"{folder}: holds images; set model.image.channels=3, or 1 to take them as grey")
         return kind
     if config.model.head == "classifier":
         raise UserError(
@@ -105,6 +105,7 @@ def open_split(folder: str, split: str, config: RunConfig, training: bool) -> Im
         steps.append(HorizontalFlip(given.flip))
         steps += [RandAugment(given.randaugment)] if given.randaugment else []
         steps += [Erase(given.erasing)] if given.erasing else []
+    steps += [Grey()] if image.channels == 1 else []
     return ImageSamples(folder, split, Chain(steps), config.train.seed, training)
 
 

@@ -73,6 +73,7 @@ def test_pixels_and_grid() -> None:
     images = torch.tensor([-1.0, 0.0, 1.0, 7.0]).view(4, 1, 1, 1).expand(4, 3, 2, 3)
     pixels = as_pixels(images)
     assert pixels[:, 0, 0, 0].tolist() == [0, 128, 255, 255] and pixels.shape == (4, 2, 3, 3)
+    assert (as_pixels(images[:, :1]) == pixels).all()  # grey
     sheet = grid(pixels, 3, gap=1)
     assert sheet.shape == (5, 11, 3)
     assert sheet[0, :, 0].tolist() == [0, 0, 0, 255, 128, 128, 128, 255, 255, 255, 255] and (sheet[2] == 255).all()

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightnet_data.errors import DataError
 from lightnet_data.image_dataset import LatentSamples
+from PIL import Image
 
-from lightnet_llm.config import RunConfig, validate
+from lightnet_llm.config import RunConfig, load_config, validate
 from lightnet_llm.errors import UserError
 from lightnet_llm.models import build_model, diffusion, initialize
 from lightnet_llm.models.classifier import hits
@@ -49,6 +50,28 @@ def test_tokens_follow_from_the_image() -> None:
     assert run("denoiser", augmentation={"flip": 0.1, "mixup": 0.0, "crop_scale": None}).augmentation.flip == 0.1
     with pytest.raises(UserError, match="mean has 2 values for 3 channels"):
         run("classifier", augmentation={"mean": [0.5, 0.5]})
+
+
+def test_grey_images_are_one_channel(tmp_path: Path) -> None:
+    """Pillow's luma of the crop, with and without drawing; a model of one channel trains on it."""
+    folder = str(load_config(str(write_classifier(tmp_path))).data.path)
+    image = {"size": [16, 12], "patch": 4, "classes": 3}
+    for head, training in (("denoiser", False), ("denoiser", True), ("classifier", True)):
+        given = {"mean": [0.5], "std": [0.2]} if head == "classifier" else {}
+        grey, colour = (
+            run(head, data={"path": folder}, augmentation=given, model={**MODEL, "head": head, "image": {**image, **c}})
+            for c in ({"channels": 1}, {})
+        )
+        mine, its = (image_data.open_split(folder, "train", config, training) for config in (grey, colour))
+        assert mine[5]["image"].shape == (1, 16, 12) and its[5]["image"].shape == (3, 16, 12)
+        luma = Image.fromarray(its[5]["image"].transpose(1, 2, 0)).convert("L")
+        assert (mine[5]["image"][0] == np.asarray(luma)).all()
+        task, model = task_of(grey), build_model(grey.model)
+        initialize(model, 0)
+        samples = task.training_samples(Budget((), 4, 2, 12))
+        loss = task.loss(model, task.collate([samples[i] for i in range(3)]), Clock(0), True)
+        loss.backward()
+        assert torch.isfinite(loss) and model.embedding.weight.grad.shape == (16, 1, 4, 4)  # type: ignore[union-attr]
 
 
 def batch_of(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -201,7 +224,7 @@ def test_data_that_do_not_fit(tmp_path: Path) -> None:
         ("classifier", {"data": {"path": str(tmp_path)}}, "no manifest of images or latents"),
         ("classifier", {"data": {"path": latents}}, "holds latents, head: classifier takes images"),
         ("classifier", {"model": few, "data": {"path": images}}, "holds 3 classes; set model.image.classes=3 or more"),
-        ("denoiser", {"model": latent, "data": {"path": images}}, "images of 3 channels"),
+        ("denoiser", {"model": latent, "data": {"path": images}}, "holds images; set model.image.channels=3, or 1"),
         ("denoiser", {"data": {"path": latents}}, r"are \[4, 4, 6\], .* set model.image.channels=4 model.image.size="),
         ("classifier", {"data": {"path": images, "validation": {"x": images + "/none"}}}, "none is no split"),
         ("classifier", {"data": {"path": images, "validation": {"heldout": images}}}, "choose another"),
