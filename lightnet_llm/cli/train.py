@@ -53,11 +53,21 @@ def resolve(config: RunConfig, world: int) -> dict[str, Any]:
         "ranks": rank_table(config, layout),
         "zero_stage": effective_zero_stage(config),
         "precision": config.train.precision,
-        "steps": budget.steps,
-        "tokens": budget.samples_before(budget.steps) * config.data.sequence_length,
+        "steps": budget.steps or None,
+        "tokens": budget.samples_before(budget.steps) * config.data.sequence_length if budget.steps else None,
         "gradient_accumulation_steps": config.train.global_batch // (config.train.micro_batch * layout.data),
         "config": config.model_dump(mode="json"),
     }
+
+
+def _known(config: RunConfig) -> RunConfig:
+    """With the steps of ``train.hours``, where the run has been started before."""
+    if config.train.hours is None:
+        return config
+    from ..training.run_folder import RunFolder
+    from ..training.time_budget import known
+
+    return known(config, RunFolder(config))
 
 
 def _checks(config: RunConfig) -> list[Callable[[], object]]:
@@ -111,7 +121,7 @@ def train(
     """Train CONFIG (a YAML file or a preset's name) with key=value overrides."""
     if gpus is not None and hostfile is not None:
         raise UserError("--gpus and --hostfile are both given; a hostfile's slots say how many GPUs each host uses")
-    loaded = load_config(config, overrides)
+    loaded = _known(load_config(config, overrides))
     hosts = None if hostfile is None else read_hostfile(hostfile)
     world = _ranks(loaded, gpus, hosts)
     resolved = resolve(loaded, world)
@@ -125,8 +135,7 @@ def train(
         axes = " x ".join(f"{axis} {layout[axis]}" for axis in ("tensor", "pipeline", "sequence", "data"))
         click.echo(
             f"{resolved['name']}: {resolved['parameters']:,} parameters, {resolved['precision']}, "
-            f"{world} ranks ({axes}), ZeRO {resolved['zero_stage']}, {resolved['steps']:,} steps, "
-            f"{resolved['tokens']:,} tokens",
+            f"{world} ranks ({axes}), ZeRO {resolved['zero_stage']}, {_budget(loaded, resolved)}",
             err=not dry_run,
         )
     if dry_run:
@@ -165,12 +174,20 @@ def train(
         click.echo(f"{folder.path}: step {_last_step(folder)}", err=True)
 
 
+def _budget(config: RunConfig, resolved: dict[str, Any]) -> str:
+    if resolved["steps"] is None:
+        return f"as many steps as {config.train.hours:g} hours allow, which a trial finds at the first start"
+    return f"{resolved['steps']:,} steps, {resolved['tokens']:,} tokens"
+
+
 def _epochs(config: RunConfig, resolved: dict[str, Any]) -> list[dict[str, Any]]:
     """How often the run passes over each source of data; empty where they cannot be read here."""
     from lightnet_data.errors import DataError
 
     from ..training.sources import epochs
 
+    if resolved["tokens"] is None:
+        return []
     try:
         return epochs(config, resolved["tokens"] // config.data.sequence_length)
     except (UserError, DataError) as error:

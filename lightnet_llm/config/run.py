@@ -138,6 +138,12 @@ class TrainConfig(Section):
     )
     steps: int | None = Field(default=None, gt=0, description="Optimiser steps of the run (or give tokens).")
     tokens: int | None = Field(default=None, gt=0, description="Token budget; rounded up to whole steps.")
+    hours: float | None = Field(
+        default=None,
+        gt=0,
+        description="Time budget: a trial at the first start finds how many steps fit, the run folder keeps them, and every "
+        "resume takes them from there. `steps` beside it wins.",
+    )
     stop_at_step: int | None = Field(
         default=None, gt=0, description="Save and stop after this step although the budget is larger (for trials)."
     )
@@ -156,8 +162,10 @@ class TrainConfig(Section):
     def _budget(self) -> "TrainConfig":
         if self.steps is not None and self.tokens is not None:
             raise ValueError("steps and tokens are both set; keep one (null the other)")
-        if self.steps is None and self.tokens is None:
-            raise ValueError("no budget: set steps or tokens")
+        if self.hours is not None and self.tokens is not None:
+            raise ValueError("tokens and hours are both set; keep one (null the other)")
+        if self.steps is None and self.tokens is None and self.hours is None:
+            raise ValueError("no budget: set steps, tokens or hours")
         previous = 0
         for point in self.batch_ramp:
             if point.until_step <= previous:

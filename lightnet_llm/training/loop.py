@@ -16,7 +16,7 @@ from ..models.parameters import spec_of
 from ..parallel.agreement import Agreement
 from ..parallel.layout import Groups, prepare_backend
 from ..parallel.legality import legal_layout
-from . import data, evaluation, out_of_memory, watchdog
+from . import data, evaluation, out_of_memory, time_budget, watchdog
 from .bad_steps import pick_suspects
 from .engine import Engine, build_engine
 from .metrics import MetricsWriter, flops_per_token, memory_bytes, peak_flops
@@ -235,6 +235,8 @@ def run(config: RunConfig, launched: bool = False) -> int:
     ranks = Agreement(groups.control_group)
     folder = RunFolder(config)
     ranks.on_rank_zero(lambda: evaluation.check(config))
+    config = time_budget.fixed(config, folder, groups, device, ranks)
+    folder.config = config
     start = ranks.on_rank_zero(lambda: prepare(config, folder, layout, launched))
     if start.finished is not None:
         ranks.log(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..config.run import RunConfig, ScheduleConfig
+from ..config.run import RunConfig, ScheduleConfig, TrainConfig
 from ..errors import UserError
 from ..parallel.legality import batch_problem
 
@@ -44,7 +44,7 @@ class Budget:
     Attributes:
         stairs: (until_step, batch) of the ramp, ascending.
         batch: samples per step after the ramp.
-        steps: optimiser steps of the whole run.
+        steps: optimiser steps of the whole run; 0 as long as those of ``train.hours`` are not known.
         sequence_length: tokens per sample.
     """
 
@@ -83,10 +83,14 @@ def budget_of(config: RunConfig, data_parallel: int) -> Budget:
     budget = Budget(stairs, train.global_batch, train.steps or 0, config.data.sequence_length)
     if train.tokens is None:
         return budget
-    samples = -(-train.tokens // config.data.sequence_length)
-    end = stairs[-1][0] if stairs else 0
-    if budget.samples_before(end) >= samples:
-        steps = next(s for s in range(end + 1) if budget.samples_before(s) >= samples)
-    else:
-        steps = end + -(-(samples - budget.samples_before(end)) // train.global_batch)
+    steps = steps_for(train, -(-train.tokens // config.data.sequence_length))
     return Budget(stairs, train.global_batch, steps, config.data.sequence_length)
+
+
+def steps_for(train: TrainConfig, samples: int) -> int:
+    """Steps that read so many samples, the ramp's included; rounded up."""
+    stairs = tuple((point.until_step, point.batch) for point in train.batch_ramp)
+    budget, end = Budget(stairs, train.global_batch, 0, 1), stairs[-1][0] if stairs else 0
+    if budget.samples_before(end) >= samples:
+        return next(s for s in range(end + 1) if budget.samples_before(s) >= samples)
+    return end + -(-(samples - budget.samples_before(end)) // train.global_batch)
