@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= $(if $(wildcard /proc/driver/nvidia/version),,-c constraints-cpu.txt)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install demo fashion-mnist emoji pixels mini-pile eval-data test test-full test-system parity lint types check clean
+.PHONY: help install demo fashion-mnist emoji image-peers pixels latents mini-pile eval-data test test-full test-system parity lint types check clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -44,12 +44,30 @@ emoji: install  ## the same on emoji by category: runs/emoji/report.html
 	$(BIN)/lightnet eval runs/emoji --output runs/emoji/confusion.png
 	$(BIN)/lightnet report runs/emoji
 
-pixels: install  ## a diffusion model of the same pictures (an hour on two cores): runs/fashion_mnist_pixels/report.html
+image-peers: install  ## both beside a linear probe and ordinary attention, trained as long: peers.png in their reports
 	$(BIN)/python -m lightnet_data.real_images fashion-mnist
+	$(BIN)/python -m lightnet_data.real_images emoji
+	$(BIN)/python benchmarks/vision_learning.py classify/fashion_mnist --output runs/fashion_mnist_peers.json
+	$(BIN)/python benchmarks/vision_learning.py classify/emoji --output runs/emoji_peers.json
+	$(BIN)/lightnet report runs/fashion_mnist
+	$(BIN)/lightnet report runs/emoji
+
+pixels: fashion-mnist  ## a diffusion model of the same pictures, and how far its samples are: runs/fashion_mnist_pixels/report.html
 	$(BIN)/lightnet train diffuse/fashion_mnist train.resume=auto
 	$(BIN)/lightnet sample runs/fashion_mnist_pixels --sampler ddim --output runs/fashion_mnist_pixels/plain.png
 	$(BIN)/lightnet sample runs/fashion_mnist_pixels --sampler ddim --guidance 2 --output runs/fashion_mnist_pixels/guided.png
+	$(BIN)/python benchmarks/vision_samples.py runs/fashion_mnist_pixels --features runs/fashion_mnist
 	$(BIN)/lightnet report runs/fashion_mnist_pixels
+
+latents: install  ## the same in latents of a VAE trained on the pictures, too: runs/fashion_mnist_latents/report.html
+	$(BIN)/python -m lightnet_data.real_images fashion-mnist
+	test -d data/fashion-mnist-vae || $(BIN)/lightnet data vae data/fashion-mnist --size 28 --output data/fashion-mnist-vae
+	test -d data/fashion-mnist-latents || $(BIN)/lightnet data latents data/fashion-mnist --vae data/fashion-mnist-vae \
+	    --size 28 --no-flip --output data/fashion-mnist-latents
+	$(BIN)/lightnet train diffuse/fashion_mnist_latents train.resume=auto
+	$(BIN)/lightnet sample runs/fashion_mnist_latents --vae data/fashion-mnist-vae --sampler ddim \
+	    --output runs/fashion_mnist_latents/plain.png
+	$(BIN)/lightnet report runs/fashion_mnist_latents
 
 test: install  ## what needs no GPU, no root and no network (some 20 minutes on two cores)
 	$(PYTEST) -m "not slow and not system and not gpu"

@@ -32,7 +32,7 @@ def drawn_row(
     """Figures of one checkpoint at one guidance."""
     loaded = images.load_denoiser(checkpoint, None, None, weights)
     wanted = [(label, number) for label in range(len(loaded.classes)) for number in range(given.per_class)]
-    how = images.Sampler("ddim", given.steps, guidance)
+    how = images.Sampler("ddim", given.steps, guidance, prediction=loaded.config.diffusion.prediction)
     began = time.perf_counter()
     pixels = images.as_pixels(images.draw(loaded.model, wanted, how, 100))
     row = {"step": loaded.step, "guidance": guidance, "seconds": round(time.perf_counter() - began, 1)}

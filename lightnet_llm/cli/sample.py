@@ -89,7 +89,8 @@ def sample(
     default = [str(number) for number in range(trained if reference else min(10, image.classes))]
     numbers = images.class_numbers(classes.split(",") if classes else default, loaded)
     steps = steps if steps is not None else (250 if sampler == "ddpm" else 50)
-    how = images.Sampler(sampler, steps, guidance, seed, clip=not latent)
+    prediction = loaded.config.diffusion.prediction
+    how = images.Sampler(sampler, steps, guidance, seed, clip=not latent, prediction=prediction)
     how.scheduler()
     against = None
     if reference is not None and features is not None and not place.rank:  # before the work: it may not be there

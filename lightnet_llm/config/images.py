@@ -1,5 +1,7 @@
 """What image models are given in training: augmentation and mixing (classifier), noise and dropped classes (denoiser)."""
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from .base import Section
@@ -53,6 +55,11 @@ class AugmentationConfig(Section):
 class DiffusionConfig(Section):
     """Of ``head: denoiser``. Noise, time steps and dropped classes are drawn anew in every epoch, by seed and sample."""
 
+    prediction: Literal["noise", "velocity"] = Field(
+        default="noise",
+        description="What the model predicts: the noise (DDPM, DiT), or the velocity (Salimans and Ho 2022), from which small "
+        "models learn far sooner, as at late steps the noise is almost their input and has to be hit to a thousandth.",
+    )
     class_drop: float = Field(
         default=0.1, ge=0, lt=1, description='Chance that a sample\'s class becomes "none": makes guidance possible.'
     )

@@ -101,6 +101,7 @@ class Sampler:
         guidance: 1 for none; more pulls images towards their class.
         seed: with an image's class and number all that its noise depends on.
         clip: whether a step's guess of the image is kept in [-1, 1]: right for pixels.
+        prediction: ``diffusion.prediction`` of the run.
     """
 
     name: str = "ddpm"
@@ -108,6 +109,7 @@ class Sampler:
     guidance: float = 1.0
     seed: int = 0
     clip: bool = True
+    prediction: str = "noise"
 
     def scheduler(self) -> Any:
         """diffusers' scheduler for the trained process.
@@ -130,6 +132,7 @@ class Sampler:
             "beta_end": diffusion.LAST,
             "beta_schedule": "linear",
             "clip_sample": self.clip,
+            "prediction_type": "epsilon" if self.prediction == "noise" else "v_prediction",
         }
         found: Any
         if self.name == "ddim":

@@ -76,6 +76,8 @@ class Denoiser(Backbone):
 def guided(model: Denoiser, noisy: Tensor, timesteps: Tensor, labels: Tensor, scale: float) -> Tensor:
     """The prediction with guidance on all channels of the noise: none + scale * (class - none); the variance is the class's.
 
+    Of velocities it is the same rule: they differ from the noise by a factor and by a multiple of the input that both share.
+
     Args:
         noisy, timesteps, labels: as of :meth:`Denoiser.forward`, for any batch size.
         scale: 1 for no guidance, which costs one pass instead of two.

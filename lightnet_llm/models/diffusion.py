@@ -1,7 +1,8 @@
 """Training objective of denoising diffusion with a learned variance (DDPM; Nichol and Dhariwal 2021, as DiT uses it).
 
-The process is q(x_t | x_0) = N(sqrt(a_t) x_0, 1 - a_t), a_t the product of 1 - beta. A model predicts the noise, and where
-between the two bounds of the posterior's log variance its own lies. Samplers come from diffusers, for the same process.
+The process is q(x_t | x_0) = N(sqrt(a_t) x_0, 1 - a_t), a_t the product of 1 - beta. A model predicts the noise (or the
+velocity, which is a combination of it and the model's input), and where between the two bounds of the posterior's log variance
+its own lies. Samplers come from diffusers, for the same process.
 """
 
 from __future__ import annotations
@@ -46,19 +47,39 @@ class Process:
         )
         return image_part * images + noise_part * noise
 
-    def loss(self, predicted: Tensor, images: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """Mean squared error of the noise plus the variational bound of the variance, per sample, float32 [B].
+    def velocity(self, images: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """sqrt(a_t) noise - sqrt(1 - a_t) x_0 (Salimans and Ho 2022, appendix D); arguments as of :meth:`add_noise`."""
+        noise_part, image_part = (
+            _at(self.kept.sqrt(), timesteps, images),
+            _at((1.0 - self.kept).sqrt(), timesteps, images),
+        )
+        return noise_part * noise - image_part * images
+
+    def noise_of(self, velocity: Tensor, noisy: Tensor, timesteps: Tensor) -> Tensor:
+        """The noise in x_t, given its velocity: sqrt(a_t) v + sqrt(1 - a_t) x_t."""
+        own, given = _at(self.kept.sqrt(), timesteps, noisy), _at((1.0 - self.kept).sqrt(), timesteps, noisy)
+        return own * velocity + given * noisy
+
+    def loss(
+        self, predicted: Tensor, images: Tensor, noise: Tensor, timesteps: Tensor, prediction: str = "noise"
+    ) -> Tensor:
+        """Mean squared error of the noise (or velocity) plus the variational bound of the variance, per sample, float32 [B].
 
         The bound is in bits per dimension, weighed by steps / 1000, and its mean takes no gradient, so that it trains the
         variance alone.
 
         Args:
             predicted: [B, 2 C, H, W], of a model on ``add_noise`` of the others.
+            prediction: "noise" or "velocity", what its first half is.
         """
         guess, share = predicted.float().chunk(2, 1)
         images, noise = images.float(), noise.float()
-        error = (guess - noise).square().flatten(1).mean(1)
-        bound = self._bound(guess.detach(), share, images, self.add_noise(images, noise, timesteps), timesteps)
+        noisy, target = self.add_noise(images, noise, timesteps), noise
+        if prediction == "velocity":
+            target = self.velocity(images, noise, timesteps)
+        error = (guess - target).square().flatten(1).mean(1)
+        guess = guess.detach() if prediction == "noise" else self.noise_of(guess.detach(), noisy, timesteps)
+        bound = self._bound(guess, share, images, noisy, timesteps)
         return error + bound * (self.steps / 1000.0)
 
     def _bound(self, guess: Tensor, share: Tensor, images: Tensor, noisy: Tensor, timesteps: Tensor) -> Tensor:

@@ -165,5 +165,6 @@ class DenoiserTask(ImageTask):
         context = clock.image_context(batch["sample_ids"], self.config.model, training)
         noisy = self.process.add_noise(images, noise, timesteps)
         predicted = model(noisy, timesteps, labels.clamp(min=0), context)
-        losses = self.process.loss(predicted, images, noise, timesteps) * (labels >= 0)
+        prediction = self.config.diffusion.prediction
+        losses = self.process.loss(predicted, images, noise, timesteps, prediction) * (labels >= 0)
         return losses.mean() * clock.weight

@@ -48,19 +48,23 @@ class Knows(Denoiser):
     """Sees what noise was added to an image that is the same for all."""
 
     answer = torch.linspace(-0.9, 0.9, 3 * 8 * 8).view(3, 8, 8)
+    prediction = "noise"
 
     def forward(self, noisy, timesteps, labels, context=None):  # type: ignore[no-untyped-def]
         kept = diffusion.linear().kept[timesteps].float().view(-1, 1, 1, 1)
         noise = (noisy - kept.sqrt() * self.answer) / (1 - kept).sqrt()
+        if self.prediction == "velocity":
+            noise = kept.sqrt() * noise - (1 - kept).sqrt() * self.answer
         return torch.cat([noise, torch.zeros_like(noise)], 1)
 
 
 @pytest.mark.parametrize(("name", "steps"), [("ddpm", 1000), ("ddpm", 250), ("ddpm", 3), ("ddim", 50), ("ddim", 8)])
-@pytest.mark.parametrize("clip", [True, False])
-def test_a_model_that_knows_the_noise_finds_the_image(name: str, steps: int, clip: bool) -> None:
+@pytest.mark.parametrize(("clip", "prediction"), [(True, "noise"), (False, "noise"), (False, "velocity")])
+def test_a_model_that_knows_the_noise_finds_the_image(name: str, steps: int, clip: bool, prediction: str) -> None:
     """So the samplers run the process that training adds noise by, from its first step to its last."""
     model = Knows(ModelConfig.model_validate(MODEL))
-    found = draw(model, [(0, 0), (1, 0)], Sampler(name, steps, clip=clip))
+    model.prediction = prediction
+    found = draw(model, [(0, 0), (1, 0)], Sampler(name, steps, clip=clip, prediction=prediction))
     assert (found - Knows.answer).abs().max() < 1e-3
 
 

@@ -121,3 +121,27 @@ def test_the_bound_trains_the_variance_alone_and_is_least_at_the_true_one() -> N
         for at in (-1.0, -0.5, 1.0)
     ]
     assert losses[0] < losses[1] < losses[2] and losses[0] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_velocity_is_noise_by_another_name() -> None:
+    """By its definition, as diffusers has it; a model of either that knows all has the same loss, another one not."""
+    from diffusers import DDPMScheduler
+
+    process, times = linear(), torch.tensor([0, 3, 400, 998, 999])
+    images, noise, guess = draw(5, 2, 3, 3).clamp(-1, 1), draw(5, 2, 3, 3, seed=1), draw(5, 4, 3, 3, seed=2)
+    velocity, noisy = process.velocity(images, noise, times), process.add_noise(images, noise, times)
+    wanted = DDPMScheduler(1000, beta_start=1e-4, beta_end=0.02).get_velocity(images, noise, times)
+    torch.testing.assert_close(velocity, wanted.double(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(process.noise_of(velocity, noisy, times), noise)
+    share = guess[:, 2:]
+    by_noise = process.loss(torch.cat([noise, share], 1).double(), images, noise, times)
+    by_velocity = process.loss(torch.cat([velocity, share], 1), images, noise, times, "velocity")
+    torch.testing.assert_close(by_velocity, by_noise, rtol=1e-3, atol=1e-4)
+    off = guess[:, :2].float()
+    error = (off - velocity).square().flatten(1).mean(1)
+    as_noise = process.noise_of(off, noisy.float(), times)
+    bound = process.loss(torch.cat([as_noise, share.float()], 1), images, noise, times) - (
+        (as_noise - noise).square().flatten(1).mean(1)
+    )
+    found = process.loss(torch.cat([off, share.float()], 1), images, noise, times, "velocity")
+    torch.testing.assert_close(found.double(), (error + bound).double(), rtol=1e-3, atol=1e-3)
