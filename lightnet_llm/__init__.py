@@ -1,12 +1,20 @@
 """LightNet: pretraining of linear attention with additive decay. Importing this loads nothing heavy.
 
-``LightNetConfig`` and ``LightNetForCausalLM``, the classes for Hugging Face Transformers, are imported (and registered with
-its Auto classes) when they are first asked for.
+``LightNetConfig``, ``LightNetForCausalLM`` and the other classes for Hugging Face Transformers are imported (and registered
+with its Auto classes) when they are first asked for.
 """
 
 from typing import Any
 
-_HUGGING_FACE = ("LightNetCache", "LightNetConfig", "LightNetForCausalLM", "LightNetModel")
+_HUGGING_FACE = (
+    "LightNetCache",
+    "LightNetConfig",
+    "LightNetForCausalLM",
+    "LightNetForImageClassification",
+    "LightNetForMaskedLM",
+    "LightNetForSequenceClassification",
+    "LightNetModel",
+)
 
 __all__ = list(_HUGGING_FACE)
 

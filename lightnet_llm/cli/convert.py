@@ -64,9 +64,10 @@ def convert(
         f"  {report.parameters:,} parameters in {report.tensors} tensors, {report.files} files, {report.bytes:,} bytes, "
         f"{report.dtype}{masters} (theta and TPE float32)"
     )
-    click.echo(f"  tokenizer: {report.tokenizer or 'none'}")
+    if not report.compared.endswith("images"):
+        click.echo(f"  tokenizer: {report.tokenizer or 'none'}")
     click.echo(
-        f"  logits on {report.tokens} tokens of real text: largest difference {report.difference:.2e} of the largest logit "
+        f"  logits on {report.compared}: largest difference {report.difference:.2e} of the largest logit "
         f"(result by {report.loaded_with})"
     )
     if report.rounding:

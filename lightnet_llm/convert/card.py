@@ -9,14 +9,52 @@ from typing import Any
 from ..config.model import ModelConfig
 from ..config.run import RunConfig
 
-USE = """```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+# By head: the Hub's name of the task, what the model is, and how it is used.
+KINDS = {
+    "causal_lm": (
+        "text-generation",
+        "language model: linear attention with additive decay, whose state has the same size at any position",
+        "CausalLM",
+        """inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))""",
+    ),
+    "masked_lm": (
+        "fill-mask",
+        "masked language model: linear attention over the whole text, in both directions",
+        "MaskedLM",
+        """inputs = tokenizer(f"The sun is {tokenizer.mask_token} in the sky.", return_tensors="pt")
+place = (inputs.input_ids[0] == tokenizer.mask_token_id).nonzero()
+print(tokenizer.batch_decode(model(**inputs).logits[0, place[0, 0]].topk(5).indices[:, None]))""",
+    ),
+    "sequence_classifier": (
+        "text-classification",
+        "classifier of sentences: linear attention over the whole text, in both directions",
+        "SequenceClassification",
+        """inputs = tokenizer("A sentence.", return_tensors="pt")  # or a pair: tokenizer("One.", "Two.", ...)
+print(model(**inputs).logits)""",
+    ),
+    "classifier": (
+        "image-classification",
+        "image classifier: linear attention over patches, whose positions need no table, so that images may have other sizes",
+        "ImageClassification",
+        """inputs = processor(Image.open("image.png"), return_tensors="pt")
+print(model.config.id2label[int(model(**inputs).logits.argmax())])""",
+    ),
+}
+
+
+def _use(head: str) -> str:
+    """The lines that load and use a folder."""
+    *_, kind, lines = KINDS[head]
+    reader, name = ("processor", "AutoImageProcessor") if head == "classifier" else ("tokenizer", "AutoTokenizer")
+    pillow = "from PIL import Image\n" if head == "classifier" else ""
+    return f"""```python
+{pillow}from transformers import AutoModelFor{kind}, {name}
 
 folder = "PATH OR HUB NAME OF THIS FOLDER"
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
+{reader} = {name}.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelFor{kind}.from_pretrained(folder, trust_remote_code=True)
+{lines}
 ```"""
 
 
@@ -58,10 +96,16 @@ def card(name: str, model: ModelConfig, config: RunConfig, facts: dict[str, Any]
         parameters: their exact number, padding not counted.
         dtype: of the weights.
     """
+    image, (task, kind, *_) = model.image, KINDS[model.head]
     rows = [
         ("parameters", f"{parameters:,}"),
         ("architecture", f"{model.layers} blocks, width {model.width}, {model.heads} heads, GLU {model.glu_width}"),
-        ("vocabulary", f"{model.vocab_size:,}"),
+        *([("vocabulary", f"{model.vocab_size:,}")] if model.image is None else []),
+        *(
+            [("images", f"{image.size[0]} x {image.size[1]}, {image.channels} channels, patches of {image.patch}")]
+            if image
+            else []
+        ),
         ("weights", dtype),
     ]
     for key, value in facts.items():
@@ -75,10 +119,14 @@ def card(name: str, model: ModelConfig, config: RunConfig, facts: dict[str, Any]
         ("learning rate", f"{optimizer.learning_rate:g}, {config.schedule.kind}"),
         ("global batch", f"{config.train.global_batch} samples"),
     ]
+    reading = "`training/` holds the run's configuration as it was;"
+    if image is None:
+        reading = """The tokenizer puts the end-of-document token in front, as in training. `training/` holds the run's
+configuration and its tokenizer file as they were;"""
     table = "\n".join(f"| {label} | {value} |" for label, value in rows)
     return f"""---
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: {task}
 tags:
 - lightnet
 - linear-attention
@@ -86,19 +134,17 @@ tags:
 
 # {name}
 
-A LightNet language model: linear attention with additive decay, whose state has the same size at any position. Trained
-with lightnet-llm and exported with `lightnet convert`.
+A LightNet {kind}. Trained with lightnet-llm and exported with `lightnet convert`.
 
 | | |
 |---|---|
 {table}
 
-{USE}
+{_use(model.head)}
 
 The model's code lies in this folder and needs only torch and transformers; with lightnet-llm installed,
 `import lightnet_llm.hf` registers it and `trust_remote_code` is not needed. On a GPU with Triton its kernels are used.
-The tokenizer puts the end-of-document token in front, as in training. `training/` holds the run's configuration and its
-tokenizer file as they were; `lightnet convert THIS_FOLDER OUT --to training` makes a checkpoint of it again.
+{reading} `lightnet convert THIS_FOLDER OUT --to training` makes a checkpoint of it again.
 """
 
 

@@ -47,11 +47,12 @@ class Report:
         masters: whether they come from fp32 master weights.
         tokenizer: the file it came from.
         warnings: what could not be done.
-        tokens: of real text that were compared.
+        tokens: that were compared, of real text or of images.
         difference: largest difference of logits between source (in the target's dtype) and result, in units of the
             largest logit.
         rounding: the same between the weights as trained and the result; 0 where the dtype is kept.
         loaded_with: what computed the result's logits.
+        compared: what the logits were compared on, in words.
     """
 
     source: list[str]
@@ -69,6 +70,7 @@ class Report:
     difference: float
     rounding: float
     loaded_with: str
+    compared: str
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -181,6 +183,10 @@ class _Conversion:
         self.dtype = DTYPES[dtype] if dtype else self.trained
         self.from_masters = self.dtype != self.trained and dtype == "float32" and source.masters is not None
         self.warnings: list[str] = []
+        masked = source.model.head == "masked_lm" and source.vocabulary is not None
+        self.mask = None
+        if masked and source.vocabulary is not None:
+            self.mask = tokenizer.mask_of(source.vocabulary, source.config.masking.token)
 
     def run(self) -> Report:
         """Write, compare, rename."""
@@ -188,9 +194,11 @@ class _Conversion:
         shards = plan(self.specs, {name: self._kind(name) for name in self.specs})
         write = {"hf": self._write_hf, "training": self._write_training, "safetensors": self._write_plain}[self.to]
         size = write(shards, facts)
-        ids, difference, rounding, loaded_with = self._compare()
+        inputs, difference, rounding, loaded_with = self._compare()
         if self.to == "training":
             manifest = {"format": 1, "state": {"step": facts.get("step") or 0}, "converted": True, "facts": facts}
+            if self.source.classes:
+                manifest["data"] = {"classes": self.source.classes}
             store.seal(self.folder, self.final, manifest)
         else:
             store.sync_files(self.folder)
@@ -210,10 +218,11 @@ class _Conversion:
             self.from_masters,
             None if vocabulary is None else str(vocabulary.path),
             self.warnings,
-            ids.shape[1],
+            inputs.shape[1] if self.source.model.image is None else self.source.model.image.tokens * len(inputs),
             difference,
             rounding,
             loaded_with,
+            f"{inputs.shape[1]} tokens of real text" if self.source.model.image is None else f"{len(inputs)} images",
         )
 
     def _trained_dtype(self) -> torch.dtype:
@@ -239,7 +248,7 @@ class _Conversion:
 
     def _compare(self) -> tuple[Tensor, float, float, str]:
         source, model = self.source, self.source.model
-        ids = parity.real_text(model, source.vocabulary)
+        ids = parity.real_inputs(model, source.vocabulary, None if self.mask is None else self.mask[1])
         result, loaded_with = self._result(ids)
         wanted = parity.logits(model, self._read, ids)
         if self.dtype == self.trained and not wanted.isfinite().all():
@@ -253,7 +262,7 @@ class _Conversion:
         if not difference <= parity.TOLERANCE:
             raise UserError(
                 f"{self.final}: not written, its logits differ from those of {source.path} by {difference:.2e} of the "
-                f"largest ({ids.shape[1]} tokens, at most {parity.TOLERANCE:g}); please report it"
+                f"largest ({parity.TOLERANCE:g} is allowed); please report it"
             )
         if rounding == float("inf"):
             raise UserError(
@@ -267,11 +276,13 @@ class _Conversion:
             return parity.logits(self.source.model, Parts(self.folder).read, ids), "training's model, block by block"
         written = open_source(self.folder)
         if self.to == "hf" and 4 * _count(self.specs) <= WHOLE_MODEL_BYTES:
-            from ..hf import LightNetForCausalLM
+            from .. import hf
+            from ..hf.bundle import class_name
 
-            loaded = LightNetForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+            name = class_name(self.source.model.head)
+            loaded = getattr(hf, name).from_pretrained(self.folder, dtype=torch.float32).eval()
             with torch.inference_mode():
-                return loaded(ids, use_cache=False).logits, "LightNetForCausalLM"
+                return loaded(ids, use_cache=False).logits, name
         assert isinstance(written.weights, Files)
         return parity.logits(written.model, written.weights.read, ids), "training's model, block by block"
 
@@ -286,31 +297,55 @@ class _Conversion:
         ids: dict[str, Any] = {}
         if source.vocabulary is not None:
             tokenizer.keep(source.vocabulary, inner)
-            problem = tokenizer.export(source.vocabulary, self.folder)
+            causal = source.model.head == "causal_lm"
+            problem = tokenizer.export(source.vocabulary, self.folder, self.mask, causal)
             self.warnings += [problem] if problem else []
             ids = {f"{kind}_token_id": source.vocabulary.tokenizer.eod_id for kind in ("bos", "eos", "pad")}
-        else:
+            ids |= {} if self.mask is None else {"mask_token_id": self.mask[1]}
+        elif source.model.image is None:
             self.warnings.append(f"{source.path}: no tokenizer was found, so none is exported")
         config = {
-            "architectures": ["LightNetForCausalLM"],
-            "auto_map": bundle.AUTO_MAP,
+            "architectures": [bundle.class_name(source.model.head)],
+            "auto_map": bundle.auto_map(source.model.head),
             "model_type": "lightnet",
-            **{name: value for name, value in source.model.model_dump(mode="json").items() if name != "image"},
+            **{
+                name: value
+                for name, value in source.model.model_dump(mode="json").items()
+                if name not in ("image", "classes")
+            },
+            **self._heads_fields(),
             **ids,
             "dtype": str(self.dtype).removeprefix("torch."),
             "tie_word_embeddings": source.model.tie_embeddings,
             "transformers_version": metadata.version("transformers"),
         }
         _write_json(self.folder / "config.json", config)
-        _write_json(
-            self.folder / "generation_config.json", {**ids, "transformers_version": config["transformers_version"]}
-        )
+        if source.model.head == "causal_lm":
+            generation = {**ids, "transformers_version": config["transformers_version"]}
+            _write_json(self.folder / "generation_config.json", generation)
+        if source.model.image is not None:
+            _write_json(self.folder / "preprocessor_config.json", _image_processor(source.config))
         (inner / "config.yaml").write_text(dump_config(_published(source.config)), encoding="utf-8")
         _write_json(inner / "facts.json", facts)
         name = source.config.train.name or "LightNet"
         text = card(name, source.model, source.config, facts, _count(self.specs), config["dtype"])
         (self.folder / "README.md").write_text(text, encoding="utf-8")
         return size
+
+    def _heads_fields(self) -> dict[str, Any]:
+        """What of an image model or a classifier has Transformers' names alone, see ``LightNetConfig``."""
+        model = self.source.model
+        fields: dict[str, Any] = {}
+        if model.image is not None:
+            image = model.image
+            fields |= {"image_size": list(image.size), "patch_size": image.patch, "num_channels": image.channels}
+        count = model.image.classes if model.image is not None else model.classes
+        if count is not None:
+            names = [*self.source.classes[:count], *(f"LABEL_{n}" for n in range(len(self.source.classes), count))]
+            fields["id2label"] = {str(number): name for number, name in enumerate(names)}
+            fields["label2id"] = {name: number for number, name in enumerate(names)}
+            fields |= {"problem_type": "regression"} if count == 1 and model.image is None else {}
+        return fields
 
     def _write_training(self, shards: list[list[str]], facts: dict[str, Any]) -> int:
         size = write_training(self.folder, shards, self._read, self.specs)
@@ -320,7 +355,8 @@ class _Conversion:
     def _write_plain(self, shards: list[list[str]], facts: dict[str, Any]) -> int:
         size = write_safetensors(self.folder, shards, self._read, lambda name: name)
         self._write_own()
-        _write_json(self.folder / "facts.json", facts)
+        classes = {"classes": self.source.classes} if self.source.classes else {}
+        _write_json(self.folder / "facts.json", facts | classes)
         return size
 
     def _write_own(self) -> None:
@@ -340,10 +376,33 @@ def _published(config: RunConfig) -> RunConfig:
     """What of a run's configuration goes out with its weights: not the paths and hosts of whoever trained it."""
     tree = config.model_dump(mode="json")
     kept: dict[str, Any] = {name: tree[name] for name in ("model", "optimizer", "schedule")}
+    kept |= {"masking": tree["masking"]} if config.model.head == "masked_lm" else {}
+    kept |= {"augmentation": tree["augmentation"]} if config.model.head == "classifier" else {}
     private = ("output", "init_from", "resume", "stop_at_step")
     kept["train"] = {name: value for name, value in tree["train"].items() if name not in private}
     kept["data"] = {"sequence_length": config.data.sequence_length}
     return validate(kept, "config.yaml")
+
+
+def _image_processor(config: RunConfig) -> dict[str, Any]:
+    """preprocessor_config.json: validation's crop and numbers in training. Transformers' resizing keeps a square's sides as
+    ours does; of images that are not square, a side may be a pixel off."""
+    image, given = config.model.image, config.augmentation
+    assert image is not None
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": round(max(image.size) / given.center_share)},
+        "resample": 3,
+        "do_center_crop": True,
+        "crop_size": {"height": image.size[0], "width": image.size[1]},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(given.mean) * (image.channels if len(given.mean) == 1 else 1),
+        "image_std": list(given.std) * (image.channels if len(given.std) == 1 else 1),
+    }
 
 
 def _count(specs: dict[str, ParameterSpec]) -> int:

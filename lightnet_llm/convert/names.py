@@ -7,6 +7,7 @@ import re
 # Training's name | Hugging Face's; * is a block's number. What a configuration does not have is in neither.
 TABLE = (
     ("embedding.weight", "model.embedding.weight"),
+    ("embedding.bias", "model.embedding.bias"),  # of images
     ("tpe.raw", "model.tpe.raw"),
     ("tpe.beta", "model.tpe.beta"),
     ("layers.*.attention_norm.weight", "model.layers.*.attention_norm.weight"),
@@ -28,7 +29,13 @@ TABLE = (
     ("norm.weight", "model.norm.weight"),
     ("norm.bias", "model.norm.bias"),
     ("head.weight", "model.head.weight"),  # tied weights have none: the embedding serves
+    ("head.bias", "model.head.bias"),  # of images
+    ("head.dense.weight", "model.head.dense.weight"),  # of sentences, as the following
+    ("head.dense.bias", "model.head.dense.bias"),
+    ("head.output.weight", "model.head.output.weight"),
+    ("head.output.bias", "model.head.output.bias"),
 )
+HEADS = ("causal_lm", "masked_lm", "sequence_classifier", "classifier")  # of the models that are converted
 _TO_HF = dict(TABLE)
 _TO_TRAINING = {there: here for here, there in TABLE}
 

@@ -21,11 +21,11 @@ from ..config.model import ModelConfig
 from ..config.run import RunConfig
 from ..errors import UserError, nearest
 from ..inference.load import find_tokenizer, read_config
-from ..models.causal_lm import CausalLM
+from ..models import build_model
 from ..models.layers import PlainLayers
 from ..models.parameters import ParameterSpec, spec_of, unshard
 from .masters import Masters
-from .names import to_training
+from .names import HEADS, to_training
 from .tokenizer import Vocabulary, beside
 
 TRAINING = "training"  # folder inside an exported one: what training needs and Transformers does not
@@ -55,6 +55,7 @@ class Source:
         vocabulary: the tokenizer, if there is one.
         facts: about the run, for the model card.
         masters: fp32 values where ``weights`` are rounded ones.
+        classes: names of a classifier's classes by number, as far as known.
     """
 
     path: Path
@@ -65,12 +66,13 @@ class Source:
     vocabulary: Vocabulary | None
     facts: dict[str, Any] = field(default_factory=dict)
     masters: Reader | None = None
+    classes: list[str] = field(default_factory=list)
 
 
 def specs_of(model: ModelConfig) -> dict[str, ParameterSpec]:
     """Every parameter of an architecture, by name; allocates nothing."""
     with torch.device("meta"):
-        built = CausalLM(model, PlainLayers(vocab_multiple=1))
+        built = build_model(model, PlainLayers(vocab_multiple=1))
     return {name: spec_of(parameter) for name, parameter in built.named_parameters()}
 
 
@@ -101,9 +103,9 @@ def open_source(path: Path, trust_pickle: bool = False, weights: str = "trained"
         source = _open_plain(path)
     else:
         source = _open_training(path, trust_pickle, which)
-    if source.model.head != "causal_lm" or not source.model.causal:
-        held = source.model.head if source.model.head != "causal_lm" else "model that is not causal"
-        raise UserError(f"{source.path}: holds a {held}; only causal language models are converted so far")
+    if source.model.head not in HEADS or (source.model.head == "causal_lm" and not source.model.causal):
+        held = source.model.head if source.model.head not in HEADS else "causal_lm head on a model that is not causal"
+        raise UserError(f"{source.path}: holds a {held}; what is converted is {', '.join(HEADS)}")
     _check(source)
     return source
 
@@ -234,7 +236,8 @@ def _open_training(path: Path, trust_pickle: bool, which: str) -> Source:
     facts = {**manifest.get("facts", {}), **{name: state[name] for name in ("step", "tokens") if name in state}}
     if which == AVERAGE:
         facts["ema_decay"] = manifest.get("ema")
-    return Source(folder, "training", config.model, config, weights, vocabulary, facts, masters)
+    classes = [str(name) for name in manifest.get("data", {}).get("classes") or []]
+    return Source(folder, "training", config.model, config, weights, vocabulary, facts, masters, classes)
 
 
 def _open_hugging_face(path: Path, trust_pickle: bool) -> Source:
@@ -243,6 +246,13 @@ def _open_hugging_face(path: Path, trust_pickle: bool) -> Source:
         found = tree.get("model_type") or ", ".join(tree.get("architectures") or ["no model type"])
         raise UserError(f"{path / 'config.json'}: names another architecture ({found}); only lightnet is converted")
     kept = {name: value for name, value in tree.items() if name in ModelConfig.model_fields}
+    labels = tree.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # Transformers leaves its default out
+    if kept.get("head") == "sequence_classifier":
+        kept["classes"] = len(labels)
+    elif tree.get("image_size") is not None:
+        fields = {"size": "image_size", "patch": "patch_size", "channels": "num_channels"}
+        kept["image"] = {name: tree.get(other) for name, other in fields.items()} | {"classes": len(labels)}
+    names = [str(labels[key]) for key in sorted(labels, key=int)]
     model = validate_as(ModelConfig, kept, str(path / "config.json"))
     weights = _hugging_face_weights(path, trust_pickle)
     written, facts = path / TRAINING / "config.yaml", {}
@@ -258,7 +268,13 @@ def _open_hugging_face(path: Path, trust_pickle: bool) -> Source:
     else:
         precision = "bf16" if "16" in str(tree.get("dtype") or tree.get("torch_dtype")) else "fp32"
         config = validate({"model": kept, "train": {"steps": 1, "precision": precision}}, str(path / "config.json"))
-    return Source(path, "hf", model, config, weights, beside(path, path / TRAINING), facts)
+    found = beside(path, path / TRAINING) if model.image is None else None
+    return Source(path, "hf", model, config, weights, found, facts, classes=_named_classes(names))
+
+
+def _named_classes(names: list[str]) -> list[str]:
+    """None of them where they are those that Transformers makes up."""
+    return [] if names == [f"LABEL_{number}" for number in range(len(names))] else names
 
 
 def _hugging_face_weights(path: Path, trust_pickle: bool) -> Reader:
@@ -302,7 +318,8 @@ def _open_plain(path: Path) -> Source:
     else:
         where = {name: (path / "model.safetensors", name) for name in _shapes_in(path / "model.safetensors")}
     facts = _json(path / "facts.json") if (path / "facts.json").is_file() else {}
-    return Source(path, "safetensors", config.model, config, Files(where), beside(path), facts)
+    classes = facts.pop("classes", [])
+    return Source(path, "safetensors", config.model, config, Files(where), beside(path), facts, classes=classes)
 
 
 def _index(path: Path) -> dict[str, str]:

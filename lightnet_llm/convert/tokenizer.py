@@ -74,8 +74,28 @@ def keep(vocabulary: Vocabulary, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": vocabulary.tokenizer.eod_token}) + "\n")
 
 
-def export(vocabulary: Vocabulary, folder: Path) -> str | None:
-    """Write tokenizer.json and its configuration for ``AutoTokenizer``; returns what it cannot do, if anything."""
+def mask_of(vocabulary: Vocabulary, wanted: str | None) -> tuple[str, int]:
+    """Spelling and id of the token that hides others in training (``masking.token``, see ``training.masking``).
+
+    Where the tokenizer has none it is the first id after its own, and gets a name here.
+    """
+    from ..training.masking import SPELLINGS
+
+    tokenizer = vocabulary.tokenizer
+    pieces = {tokenizer.piece(token): token for token in range(tokenizer.vocab_size)}
+    found = next((name for name in ([wanted] if wanted else SPELLINGS) if name in pieces), None)
+    return (SPELLINGS[1], tokenizer.vocab_size) if found is None else (found, pieces[found])
+
+
+def export(
+    vocabulary: Vocabulary, folder: Path, mask: tuple[str, int] | None = None, causal: bool = True
+) -> str | None:
+    """Write tokenizer.json and its configuration for ``AutoTokenizer``; returns what it cannot do, if anything.
+
+    Args:
+        mask: spelling and id of a masked model's mask token. It is found in a text, and so are the other special tokens.
+        causal: whether batches are padded on the left, for generation, and a pair is one text.
+    """
     tokenizer = vocabulary.tokenizer
     try:
         fast = _from_sentencepiece(tokenizer) if tokenizer.kind == SENTENCEPIECE else _from_json(tokenizer)
@@ -95,18 +115,28 @@ def export(vocabulary: Vocabulary, folder: Path) -> str | None:
     from tokenizers.processors import TemplateProcessing
 
     eod = tokenizer.eod_token
-    fast.post_processor = TemplateProcessing(
-        single=f"{eod} $A", pair=f"{eod} $A $B", special_tokens=[(eod, tokenizer.eod_id)]
-    )
+    if mask is not None:
+        from tokenizers import AddedToken
+
+        fast.encode_special_tokens = False
+        fast.add_special_tokens([AddedToken(mask[0], special=True, normalized=False)])
+        if fast.token_to_id(mask[0]) != mask[1]:
+            return (
+                f"{vocabulary.path}: no tokenizer files were written, as the mask token would be {fast.token_to_id(mask[0])} "
+                f"there and is {mask[1]} in training; encode with its own file, which lies in training/"
+            )
+    pair = f"{eod} $A $B" if causal else f"{eod} $A {eod} $B"  # as `lightnet glue` writes pairs
+    fast.post_processor = TemplateProcessing(single=f"{eod} $A", pair=pair, special_tokens=[(eod, tokenizer.eod_id)])
     fast.save(str(folder / "tokenizer.json"))
     facts: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": eod,
         "eos_token": eod,
         "pad_token": eod,
-        "split_special_tokens": True,
+        **({} if mask is None else {"mask_token": mask[0]}),
+        "split_special_tokens": mask is None,
         "clean_up_tokenization_spaces": False,
-        "padding_side": "left",
+        "padding_side": "left" if causal else "right",
         "model_input_names": ["input_ids", "attention_mask"],
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(facts, indent=2) + "\n")

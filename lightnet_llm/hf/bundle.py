@@ -13,11 +13,16 @@ import lightnet_kernels
 
 LIBRARY = Path(__file__).resolve().parents[1]
 KERNELS = Path(lightnet_kernels.__file__).resolve().parent
-ROOT = "modeling_lightnet"
-AUTO_MAP = {
-    "AutoConfig": "configuration_lightnet.LightNetConfig",
-    "AutoModel": f"{ROOT}.LightNetModel",
-    "AutoModelForCausalLM": f"{ROOT}.LightNetForCausalLM",
+ROOTS = ("modeling_lightnet", "heads_lightnet")  # files whose classes an auto_map names
+# By training's head: the classes of an exported folder, its own first, under the names of Transformers' Auto classes.
+CLASSES = {
+    "causal_lm": {"AutoModelForCausalLM": "modeling_lightnet.LightNetForCausalLM"},
+    "masked_lm": {
+        "AutoModelForMaskedLM": "heads_lightnet.LightNetForMaskedLM",
+        "AutoModelForSequenceClassification": "heads_lightnet.LightNetForSequenceClassification",  # to fine-tune
+    },
+    "sequence_classifier": {"AutoModelForSequenceClassification": "heads_lightnet.LightNetForSequenceClassification"},
+    "classifier": {"AutoModelForImageClassification": "heads_lightnet.LightNetForImageClassification"},
 }
 HEADER = "# From lightnet-llm {version}, {path}, for use without it; see README.md. Apache License 2.0.\n"
 RELATIVE = re.compile(r"^\s*from \.(\w+) import", re.MULTILINE)
@@ -35,6 +40,17 @@ RULES = [
 ]
 
 
+def auto_map(head: str) -> dict[str, str]:
+    """A folder's ``auto_map``."""
+    shared = {"AutoConfig": "configuration_lightnet.LightNetConfig", "AutoModel": "modeling_lightnet.LightNetModel"}
+    return {**shared, **CLASSES[head]}
+
+
+def class_name(head: str) -> str:
+    """Of the model's own class."""
+    return next(iter(CLASSES[head].values())).rpartition(".")[2]
+
+
 def sources() -> dict[str, str]:
     """Text by file name of everything that an exported folder needs."""
     files = {f"{path.stem}.py": _read(path) for path in sorted((LIBRARY / "hf").glob("*_lightnet.py"))}
@@ -50,9 +66,12 @@ def sources() -> dict[str, str]:
         assert name not in files
         files[name] = _read(path)
     # Some files are imported by name where they are needed, which Transformers does not see; it reads, but never runs this.
-    names = sorted(Path(name).stem for name in files if name != f"{ROOT}.py")
-    listing = "".join(f"    from .{name} import __name__\n" for name in names)
-    files[f"{ROOT}.py"] += f"\nif False:  # for Transformers, which copies the files that it finds named so\n{listing}"
+    names = sorted(Path(name).stem for name in files)
+    for root in ROOTS:
+        listing = "".join(f"    from .{name} import __name__\n" for name in names if name != root)
+        files[f"{root}.py"] += (
+            f"\nif False:  # for Transformers, which copies the files that it finds named so\n{listing}"
+        )
     return files
 
 

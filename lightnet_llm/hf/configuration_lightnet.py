@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
+
+
+class ImageFields(NamedTuple):
+    """Training's ``model.image``."""
+
+    size: tuple[int, int]
+    patch: int
+    channels: int
+    classes: int
 
 
 class LightNetConfig(PretrainedConfig):
     """Fields, meanings and defaults are those of training's ``model`` section (``docs/configuration.md``).
 
     Transformers' usual names read and write the same values: hidden_size, num_hidden_layers, num_attention_heads,
-    intermediate_size.
+    intermediate_size. Under its names alone: ``model.image`` as image_size, patch_size and num_channels, and the number of
+    classes, of images or sentences, as num_labels, with their names in id2label.
     """
 
     model_type = "lightnet"
@@ -54,6 +64,9 @@ class LightNetConfig(PretrainedConfig):
         axes: int = 1,
         causal: bool = True,
         initializer_std: float = 0.02,
+        image_size: tuple[int, int] | list[int] | int | None = None,
+        patch_size: int | None = None,
+        num_channels: int = 3,
         use_cache: bool = True,
         **kwargs: Any,
     ):
@@ -63,6 +76,11 @@ class LightNetConfig(PretrainedConfig):
             given[own] = kwargs.pop(standard, given[own])
         if given["width"] % given["heads"]:
             raise ValueError(f"heads {given['heads']} must divide width {given['width']}")
+        if isinstance(image_size, int):
+            image_size = image_size, image_size
+        given["image_size"] = None if image_size is None else list(image_size)
+        if image_size is not None and patch_size is None:
+            raise ValueError(f"image_size {given['image_size']} needs a patch_size")
         for name, value in given.items():
             setattr(self, name, value)
         super().__init__(**kwargs)
@@ -71,3 +89,15 @@ class LightNetConfig(PretrainedConfig):
     def head_width(self) -> int:
         """Features per head."""
         return self.width // self.heads
+
+    @property
+    def classes(self) -> int:
+        """Of a classifier of sentences; other models have no use for it."""
+        return int(self.num_labels or 0)
+
+    @property
+    def image(self) -> ImageFields | None:
+        """What an image model is given; None of a language model."""
+        if self.image_size is None:
+            return None
+        return ImageFields(tuple(self.image_size), self.patch_size, self.num_channels, self.classes)

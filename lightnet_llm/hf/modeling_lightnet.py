@@ -1,5 +1,7 @@
 """LightNet under Hugging Face's interface. The mathematics is training's own (``models/``), with plain torch layers.
 
+Here are the bare model and the language model; ``heads_lightnet`` has the others.
+
 An exported folder holds this file and what it imports, so that it loads without this package (``hf.bundle``).
 """
 
@@ -15,7 +17,9 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput
 
+from ..models.backbone import Backbone
 from ..models.causal_lm import CausalLM
+from ..models.classifier import ImageClassifier
 from ..models.context import ForwardContext, ModelState
 from ..models.decoding import can_decode
 from ..models.dropout import DropoutKey
@@ -41,7 +45,7 @@ LightNetOutput.__module__ = __name__
 
 
 class LightNetPreTrainedModel(PreTrainedModel):
-    """What both classes share: the weights, and reading tokens with padding, segments and a cache."""
+    """What all classes share: the weights, and reading tokens with padding, segments and a cache."""
 
     config_class = LightNetConfig
     base_model_prefix = "model"
@@ -49,16 +53,22 @@ class LightNetPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block"]
     _keep_in_fp32_modules_strict = ["theta", "tpe.raw", "tpe.beta"]
     _is_stateful = True
+    _head: str | None = None  # training's name of the class's head
 
     def __init__(self, config: LightNetConfig):
+        config.head = self._head or config.head  # what is saved says what it is, also where it began as another head's
         super().__init__(config)
-        self.model = CausalLM(config, PlainLayers(vocab_multiple=1))
+        self.model = self._build(config)
         self._specs = {name: spec_of(parameter) for name, parameter in self.model.named_parameters()}
         self.gradient_checkpointing = False
         self.post_init()
 
+    def _build(self, config: LightNetConfig) -> Backbone:
+        """Training's model, without values."""
+        return CausalLM(config, PlainLayers(vocab_multiple=1))
+
     def get_input_embeddings(self) -> nn.Module:
-        """[vocabulary, width]; the head's, too, where weights are tied."""
+        """[vocabulary, width]; the head's, too, where weights are tied. Of an image model the patches'."""
         return self.model.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
@@ -66,8 +76,8 @@ class LightNetPreTrainedModel(PreTrainedModel):
         self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The head, None where the input embedding serves."""
-        return self.model.head
+        """The head, None where the input embedding serves, or where the head is no language model's."""
+        return self.model.head if isinstance(self.model, CausalLM) else None
 
     def set_output_embeddings(self, value: nn.Module) -> None:
         """Replace it."""
@@ -111,7 +121,9 @@ class LightNetPreTrainedModel(PreTrainedModel):
         mask = None if attention_mask is None else attention_mask[:, -tokens:].bool()
         if mask is not None and bool(mask.all()):
             mask = None
-        if use_cache and cache is None and self.config.mixer == "lightnet":
+        if cache is not None and not self.config.causal:
+            raise ValueError("LightNet: a model that is not causal has no cache; give none")
+        if use_cache and cache is None:
             cache = LightNetCache()
         keep = cache is not None and use_cache
         if keep and cache is not None and cache.state is not None and tokens == 1 and mask is None and self._decodes():
@@ -128,7 +140,7 @@ class LightNetPreTrainedModel(PreTrainedModel):
                 raise ValueError("LightNet: attention_mask leaves no token; give at least one")
         if bounds is not None and self.training and self.config.drop_path:
             raise ValueError("LightNet: drop_path leaves out whole rows, and these are packed; train without padding")
-        context = ForwardContext(cu_seqlens=bounds, dropout=self._dropout_key(ids))
+        context = ForwardContext(cu_seqlens=bounds, dropout=self._key(ids.shape[0], ids.shape[1], ids.device))
         state = cache.for_scan() if cache is not None else None
         hidden, after = self.model.hidden(ids, context, state, keep)
         if cache is not None and keep:
@@ -137,22 +149,33 @@ class LightNetPreTrainedModel(PreTrainedModel):
             cache.positions += tokens
         return hidden, mask, cache if keep else None
 
+    def _pixels(self, pixel_values: Tensor | None) -> tuple[Tensor, ForwardContext]:
+        """Images [B, C, H, W] as training's classifier takes them, and their context."""
+        if pixel_values is None or pixel_values.ndim != 4:
+            raise ValueError("LightNet: give pixel_values [B, C, H, W], as the folder's image processor makes them")
+        high, wide = self.model.embedding.grid(pixel_values)
+        return pixel_values, ForwardContext(dropout=self._key(len(pixel_values), high * wide, pixel_values.device))
+
     def _decodes(self) -> bool:
         return can_decode(self.model) and not torch.is_grad_enabled() and not self.training
 
-    def _dropout_key(self, ids: Tensor) -> DropoutKey | None:
+    def _key(self, rows: int, tokens: int, device: torch.device) -> DropoutKey | None:
         if not self.training or not (self.config.dropout or self.config.drop_path):
             return None
         draw = int(torch.randint(2**31, ()))
-        return DropoutKey(draw, 0, torch.arange(ids.shape[0], device=ids.device), ids.shape[1])
+        return DropoutKey(draw, 0, torch.arange(rows, device=device), tokens)
 
     def _caches(self, use_cache: bool | None) -> bool:
         default = self.config.use_cache and not self.training
-        return bool(default if use_cache is None else use_cache) and self.config.mixer == "lightnet"
+        wanted = bool(default if use_cache is None else use_cache)
+        return wanted and self.config.mixer == "lightnet" and self.config.causal
 
 
 class LightNetModel(LightNetPreTrainedModel):
-    """The model without its head."""
+    """The model without its head, of texts or, where the configuration has an image_size, of images."""
+
+    def _build(self, config: LightNetConfig) -> Backbone:
+        return super()._build(config) if config.image is None else ImageClassifier(config)
 
     def forward(
         self,
@@ -162,20 +185,36 @@ class LightNetModel(LightNetPreTrainedModel):
         past_key_values: LightNetCache | None = None,
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
+        pixel_values: Tensor | None = None,
         return_dict: bool | None = None,
         **_: Any,
     ) -> Any:
-        """Arguments as in ``LightNetForCausalLM.forward``; returns last_hidden_state [B, N, width]."""
+        """Arguments as in ``LightNetForCausalLM.forward``, or pixel_values [B, C, H, W]; returns last_hidden_state
+        [B, N, width]."""
+        if self.config.image is not None:
+            images, context = self._pixels(pixel_values)
+            tokens = self.model.image_tokens(self.model.embedding(images), self.model.embedding.grid(images), context)
+            output = LightNetOutput(last_hidden_state=tokens)
+            return output.to_tuple() if return_dict is False else output
         given = cache if cache is not None else past_key_values
         hidden, mask, after = self._read(input_ids, attention_mask, given, self._caches(use_cache), cu_seqlens)
         assert input_ids is not None
-        normed = self.model.norm(_unpacked(hidden, mask))
+        normed = self.model.norm(unpacked(hidden, mask))
         output = LightNetOutput(last_hidden_state=normed.view(*input_ids.shape, -1), **{CACHE: after})
         return output.to_tuple() if return_dict is False else output
 
 
 class LightNetForCausalLM(LightNetPreTrainedModel, GenerationMixin):
     """The language model."""
+
+    _head = "causal_lm"
+
+    def __init__(self, config: LightNetConfig):
+        if not config.causal or config.image is not None:
+            raise ValueError(
+                "LightNetForCausalLM: the configuration is not a causal language model's; use another class"
+            )
+        super().__init__(config)
 
     def forward(
         self,
@@ -210,7 +249,7 @@ class LightNetForCausalLM(LightNetPreTrainedModel, GenerationMixin):
         loss = None if labels is None else self._loss(hidden, labels, mask, num_items_in_batch)
         logits = None
         if loss is None or not self.training:
-            rows = _unpacked(hidden, mask).view(*input_ids.shape, -1)
+            rows = unpacked(hidden, mask).view(*input_ids.shape, -1)
             rows = rows[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else rows[:, logits_to_keep]
             logits = self.model.logits(rows)
         output = LightNetOutput(loss=loss, logits=logits, **{CACHE: after})
@@ -219,16 +258,27 @@ class LightNetForCausalLM(LightNetPreTrainedModel, GenerationMixin):
     def _loss(self, hidden: Tensor, labels: Tensor, mask: Tensor | None, items: Tensor | int | None) -> Tensor:
         shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         shifted = shifted if mask is None else shifted[mask]
-        total = self.model.nll(hidden, shifted.to(hidden.device).reshape(hidden.shape[:-1]), "sum")
-        count = (shifted >= 0).sum().clamp_min(1).to(total.device) if items is None else items
-        return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+        return mean_loss(self.model, hidden, shifted, items)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False  # keys and values are not kept
 
 
-def _unpacked(hidden: Tensor, mask: Tensor | None) -> Tensor:
+def mean_loss(model: CausalLM, hidden: Tensor, labels: Tensor, items: Tensor | int | None) -> Tensor:
+    """Nats per label of activations before the final norm; labels of as many places, those below 0 do not count."""
+    total = model.nll(hidden, labels.to(hidden.device).reshape(hidden.shape[:-1]), "sum")
+    return total / counted((labels >= 0).sum(), items, total.device)
+
+
+def counted(count: Tensor, items: Tensor | int | None, device: torch.device) -> Tensor | int:
+    """What a sum of losses is divided by: the labels that count, or what the caller says instead."""
+    if items is None:
+        return count.clamp_min(1).to(device)
+    return items.to(device) if isinstance(items, Tensor) else items
+
+
+def unpacked(hidden: Tensor, mask: Tensor | None) -> Tensor:
     """[1, real tokens, width] back to [B, N, width], 0 at padding."""
     if mask is None:
         return hidden

@@ -19,7 +19,7 @@ from lightnet_llm.convert.source import specs_of
 from lightnet_llm.errors import UserError
 from lightnet_llm.inference.load import load_model
 
-from .toy import TEXT, checkpoint, config_of, exported, give_tokenizer
+from .toy import HEADS, TEXT, checkpoint, config_of, exported, give_tokenizer
 
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "one": (1, 1, {}),
@@ -67,7 +67,7 @@ def test_there_and_back_is_bit_equal(name: str, precision: str, tmp_path: Path) 
 
 def test_the_table_names_every_parameter_both_ways() -> None:
     seen = set()
-    for _, _, fields in CASES.values():
+    for fields in [*(fields for _, _, fields in CASES.values()), *HEADS.values()]:
         for name in specs_of(config_of(**fields).model):
             other = to_hugging_face(name)
             assert other is not None and to_training(other) == name

@@ -10,7 +10,7 @@ import torch
 
 from lightnet_llm.hf import bundle
 
-from .toy import exported
+from .toy import HEADS, exported
 
 # What a fresh environment with torch and transformers does not hold.
 HIDDEN = "lightnet_llm lightnet_kernels lightnet_data lightnet_eval deepspeed megatron pydantic omegaconf sentencepiece"
@@ -26,6 +26,25 @@ class Hiding:
         return getattr(self.finder, name)
 
 sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+"""
+OTHERS = """
+import sys
+import torch
+import transformers
+from transformers import AutoModel
+
+for pair in sys.argv[1:]:
+    auto, folder = pair.split("=", 1)
+    for place in (folder, folder + "-again"):  # saved with its code
+        model = getattr(transformers, auto).from_pretrained(place, trust_remote_code=True)
+        assert type(model).__module__.startswith("transformers_modules."), type(model)
+        model.save_pretrained(folder + "-again")
+    inputs = torch.load(folder + ".inputs")
+    with torch.inference_mode():
+        hidden = AutoModel.from_pretrained(folder, trust_remote_code=True)(**inputs).last_hidden_state
+        torch.save((model(**inputs).logits, hidden), folder + ".logits")
+    assert model.train()(**inputs).logits.requires_grad
+assert not [name for name in sys.modules if name.split(".")[0] in ("lightnet_llm", "lightnet_kernels", "deepspeed")]
 """
 USE = """
 import sys
@@ -56,6 +75,15 @@ def check(python: Path, program: str, tmp_path: Path) -> None:
     from lightnet_llm import LightNetForCausalLM
 
     folders = [exported(tmp_path / name, seed=seed) for seed, name in ((1, "one-1.5"), (2, "two"))]
+    run_hidden(python, program, tmp_path, list(map(str, folders)))
+    for folder in folders:
+        ids, logits = torch.load(f"{folder}.logits")
+        with torch.inference_mode():
+            assert torch.equal(logits, LightNetForCausalLM.from_pretrained(folder).eval()(ids).logits)
+
+
+def run_hidden(python: Path, program: str, tmp_path: Path, arguments: list[str]) -> None:
+    """A program in an environment of its own."""
     environment = {
         "HF_HOME": str(tmp_path / "cache"),
         "HF_HUB_OFFLINE": "1",
@@ -64,7 +92,7 @@ def check(python: Path, program: str, tmp_path: Path) -> None:
     }
     environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # entry points of packages that are hidden, not absent
     done = subprocess.run(
-        [python, "-W", "ignore", "-c", program, *map(str, folders)],
+        [python, "-W", "ignore", "-c", program, *arguments],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -72,10 +100,26 @@ def check(python: Path, program: str, tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for folder in folders:
-        ids, logits = torch.load(f"{folder}.logits")
+
+
+def test_other_heads_without_this_package(tmp_path: Path) -> None:
+    import lightnet_llm
+
+    inputs, arguments = {}, []
+    for name in ("masked_lm", "sequence_classifier", "classifier"):
+        folder, (auto, path) = exported(tmp_path / name, **HEADS[name]), next(iter(bundle.CLASSES[name].items()))
+        images = {"pixel_values": torch.randn(2, 3, 12, 16)}
+        texts = {"input_ids": torch.arange(20).view(2, 10), "attention_mask": torch.ones(2, 10)}
+        inputs[folder] = path.rpartition(".")[2], images if name == "classifier" else texts
+        torch.save(inputs[folder][1], f"{folder}.inputs")
+        arguments.append(f"{auto}={folder}")
+    run_hidden(Path(sys.executable), HIDE + OTHERS, tmp_path, arguments)
+    for folder, (name, given) in inputs.items():
+        logits, hidden = torch.load(f"{folder}.logits")
         with torch.inference_mode():
-            assert torch.equal(logits, LightNetForCausalLM.from_pretrained(folder).eval()(ids).logits)
+            assert torch.equal(logits, getattr(lightnet_llm, name).from_pretrained(folder).eval()(**given).logits)
+            bare = lightnet_llm.LightNetModel.from_pretrained(folder).eval()(**given).last_hidden_state
+            assert torch.equal(hidden, bare) and hidden.shape == (2, 12 if "pixel_values" in given else 10, 32)
 
 
 def test_without_this_package(tmp_path: Path) -> None:
@@ -123,4 +167,8 @@ def test_every_file_is_one_that_transformers_copies(tmp_path: Path) -> None:
         assert relative <= files.keys(), name
         foreign = set(get_imports(tmp_path / name)) - set(sys.stdlib_module_names) - {"torch", "transformers", "numpy"}
         assert not foreign, (name, foreign)
-    assert files.keys() - listed == {"modeling_lightnet.py"}
+    assert files.keys() == listed  # by one or other of the two that an auto_map names
+    for root in bundle.ROOTS:
+        assert {f"{found}.py" for found in get_relative_imports(tmp_path / f"{root}.py")} == files.keys() - {
+            f"{root}.py"
+        }

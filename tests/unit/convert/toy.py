@@ -26,6 +26,19 @@ MODEL = {
     "initializer_std": 0.1,
     "norm_eps": 1e-2,
 }
+HEADS: dict[str, dict[str, Any]] = {  # fields that make the toy a model of another head
+    "masked_lm": {"head": "masked_lm", "causal": False},
+    "sequence_classifier": {"head": "sequence_classifier", "causal": False, "classes": 3, "norm": "layer"},
+    "regression": {"head": "sequence_classifier", "causal": False, "classes": 1},
+    "classifier": {
+        "head": "classifier",
+        "causal": False,
+        "axes": 2,
+        "norm": "layer",
+        "vocab_size": 0,
+        "image": {"size": [12, 16], "patch": 4, "channels": 3, "classes": 5},
+    },
+}
 TEXT = "the ship sails under a bright moon and the crew sings of home, of rain, of 12 long nights\n"
 
 
@@ -72,6 +85,7 @@ def exported(target: Path, seed: int = 0, **model: Any) -> Path:
     """A Hugging Face folder with a tokenizer."""
     run = target.with_name(f"{target.name}-run")
     checkpoint(run, config_of(**model), seed=seed)
-    give_tokenizer(run)
+    if "image" not in model:
+        give_tokenizer(run, 299 if model.get("head") == "masked_lm" else 300)  # a row is left for the mask
     convert(run, target, "hf")
     return target
