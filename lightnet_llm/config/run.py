@@ -255,6 +255,12 @@ class LoggingConfig(Section):
     groups_interval: int = Field(
         default=0, ge=0, description="Steps between per-group gradient and weight norms; 0 turns them off."
     )
+    profile_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Record so many steps, from the seventh of a start on, with torch's profiler into RUN/profile/: a trace "
+        "for ui.perfetto.dev from one rank of each part of the model; 0: none.",
+    )
 
 
 class BadStepsConfig(Section):

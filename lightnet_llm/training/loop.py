@@ -20,6 +20,7 @@ from . import data, evaluation, out_of_memory, time_budget, watchdog
 from .bad_steps import pick_suspects
 from .engine import Engine, build_engine
 from .metrics import MetricsWriter, flops_per_token, memory_bytes, peak_flops
+from .profiling import Trace
 from .progress import Progress
 from .resume import resume
 from .run_folder import RunFolder
@@ -78,6 +79,8 @@ class Trainer:
                 self.metrics.event(state.step, "resumed")
         batches = data.training_batches(config, budget, self.data_rank, self.groups.layout.data, state.step)
         parameters, saved, due = self._count(), state.step, False
+        recorded = config.logging.profile_steps if self.speaks else 0
+        trace = Trace(self.folder.path / "profile", self.ranks.rank, recorded, state.step)
         window_start, window_tokens = time.perf_counter(), 0
         while state.step < end:
             step, batch, began = state.step, budget.batch_at(state.step), time.perf_counter()
@@ -119,10 +122,12 @@ class Trainer:
             evaluates = self._due(state.step, config.evaluation.interval) or state.step == end
             if self.evaluation and evaluates and not stop:
                 self.evaluate(self.evaluation)
+            trace.step()
             window_start += time.perf_counter() - pause
             if stop:
                 self.ranks.log(f"stop requested: saved step {state.step}")
                 break
+        trace.close()
         self.progress.begin("save")
         self.saver.wait()
         self.progress.begin("end")
