@@ -3,8 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from lightnet_data import manifest
+from lightnet_data.options import Options
+from lightnet_data.prepare import prepare
+from lightnet_data.tokenizer import Tokenizer
 
 from lightnet_llm.config.load import validate
 from lightnet_llm.errors import UserError
@@ -14,9 +18,10 @@ from lightnet_llm.training.masking import rule_of
 @pytest.fixture(params=["[MASK]", "<gap>", None])
 def prepared(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str | None]:
     """A prepared folder whose byte-level tokenizer has this mask."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "[PAD]", *([request.param] if request.param else [])]
@@ -63,3 +68,36 @@ def test_data_without_a_tokenizer(tiny: Path) -> None:
     assert rule.mask_id == 251 and set(rule.special_ids) == {0}
     with pytest.raises(UserError, match="has no tokenizer; leave it null"):
         rule_of(config_of(tiny.parent / "data", 252, token="[MASK]"))
+
+
+def wordpiece(folder: Path) -> Path:
+    from tokenizers import BertWordPieceTokenizer
+
+    tokenizer = BertWordPieceTokenizer()
+    tokenizer.train_from_iterator(["some words and some more words"] * 5, vocab_size=60, show_progress=False)
+    tokenizer.save(str(folder / "given.json"))
+    return folder / "given.json"
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "sentencepiece"])
+def test_special_tokens_are_never_hidden_and_never_drawn(tmp_path: Path, kind: str) -> None:
+    """Of tokenizers as `lightnet prep` takes them: padding, unknown and end of document."""
+    (tmp_path / "text.txt").write_text("some words and some more words\n" * 50)
+    own = wordpiece(tmp_path) if kind == "wordpiece" else None
+    options = Options(vocab_size=None if own else 280, eod_token="[SEP]" if own else None, holdout=0.0)
+    prepare([tmp_path / "text.txt"], tmp_path / "data", own, options)
+    tokenizer = Tokenizer.load(tmp_path / "data")
+    rule = rule_of(config_of(tmp_path / "data", tokenizer.vocab_size + 1, share=1.0, masked=0.0, drawn=1.0))
+    spelt = {tokenizer.piece(token) for token in rule.special_ids}
+    if kind == "wordpiece":
+        assert spelt == {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"} and tokenizer.piece(rule.mask_id) == "[MASK]"
+    else:
+        assert "<unk>" in spelt and tokenizer.eod_token in spelt and rule.mask_id == tokenizer.vocab_size
+    tokens = np.arange(tokenizer.vocab_size)
+    special = np.isin(tokens, sorted(rule.special_ids))
+    seen: set[int] = set()
+    for position in range(200):
+        inputs, labels = rule(tokens, position)
+        assert (inputs[special] == tokens[special]).all() and (labels[special] == -1).all()
+        seen.update(inputs[~special].tolist())
+    assert seen == set(tokens[~special].tolist())
