@@ -118,7 +118,7 @@ def measure(name: str, case: Case, cards: list[int]) -> dict[str, Any]:
         found, log = Path(folder, "found.json"), Path(folder, "log")
         where = {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(case.ranks),
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, cards)),
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, cards)), "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         request = json.dumps([case.preset, case.overrides(), str(found)])
         with log.open("w") as output:

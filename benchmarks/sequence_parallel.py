@@ -32,6 +32,8 @@ LEARNING_RATE = 3e-4
 
 def job(arguments: argparse.Namespace, tokens: int, ranks: int, steps: int, seconds: float) -> dict[str, Any]:
     """Train ``steps`` steps of one sample of ``tokens`` on so many ranks; what rank 0 found, or its failure."""
+    from lightnet_llm.launch.host import has_gpus, threads
+
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -42,6 +44,7 @@ def job(arguments: argparse.Namespace, tokens: int, ranks: int, steps: int, seco
             "recompute": arguments.recompute, "exchange": arguments.exchange, "found": str(found),
         }  # fmt: skip
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        where["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads(ranks, has_gpus())))
         with log.open("w") as output:
             processes = [
                 subprocess.Popen(

@@ -20,6 +20,7 @@ from .triton_launch import launch
 from .triton_parts import activated
 
 BLOCK = tl.constexpr(64)  # decode.BLOCK
+TOGETHER = tl.constexpr(8)  # tokens that `enter_block` adds at once
 FEATURES = 32  # of one program of `block_weights`
 
 
@@ -55,18 +56,20 @@ def enter_block(
         mask = inside[:, None] & (vcol < V)[None, :]
         real = tl.zeros((DB, VB), tl.float32)
         imag = tl.zeros((DB, VB), tl.float32)
-        for r in range(BLOCK):
-            key = tl.load(keys_ptr + r * D + col, mask=inside, other=0.0).to(tl.float32)
-            mass = tl.exp(key - top)
-            value = tl.load(values_ptr + r * V + vcol, mask=vcol < V, other=0.0).to(tl.float32)
+        for start in range(0, BLOCK, TOGETHER):  # outer products of some tokens at once: each turn waits for memory
+            r = start + tl.arange(0, TOGETHER)[:, None]
+            some = (r >= 0) & inside[None, :]
+            keys = tl.load(keys_ptr + r * D + col[None, :], mask=some, other=0.0).to(tl.float32)
+            mass = tl.exp(keys - top[None, :])
+            value = tl.load(values_ptr + r * V + vcol[None, :], mask=(vcol < V)[None, :], other=0.0).to(tl.float32)
             if LRPE:
-                angle = angles_ptr + (r * heads + head) * D + col
-                cos = tl.load(angle, mask=inside, other=0.0)
-                sin = tl.load(angle + BLOCK * heads * D, mask=inside, other=0.0)
-                real += (mass * cos)[:, None] * value[None, :]
-                imag += (mass * sin)[:, None] * value[None, :]
+                angle = angles_ptr + (r * heads + head) * D + col[None, :]
+                cos = tl.load(angle, mask=some, other=0.0)
+                sin = tl.load(angle + BLOCK * heads * D, mask=some, other=0.0)
+                real += tl.sum((mass * cos)[:, :, None] * value[:, None, :], 0)
+                imag += tl.sum((mass * sin)[:, :, None] * value[:, None, :], 0)
             else:
-                real += mass[:, None] * value[None, :]
+                real += tl.sum(mass[:, :, None] * value[:, None, :], 0)
         new = real.to(tl.float64) + scale * load_wide(kv_ptr, low_ptr, at, mask)
         if LRPE:
             turned = imag.to(tl.float64) + scale * load_wide(kv_ptr, low_ptr, at + D * V, mask)

@@ -179,9 +179,11 @@ def _check_options(
 
 def _launch(processes: int) -> None:
     """The same command in several processes; does not return."""
+    from ..launch.host import has_gpus, threads
+
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     arguments = [*command, "-m", "lightnet_llm.cli", *sys.argv[1:]]
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads(processes, has_gpus())))
     os.execv(sys.executable, [sys.executable, *arguments])
 
 

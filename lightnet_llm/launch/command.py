@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from ..errors import UserError
-from .host import RANK, write_handover
+from .host import RANK, threads, write_handover
 from .hosts import free_port, free_port_on, is_here, master_address, write_hostfile
 
 LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner"]
@@ -121,7 +121,8 @@ def environment_for(ranks: int, hosts: dict[str, int] | None = None) -> dict[str
     environment = dict(os.environ)
     if hosts is not None:
         environment["PDSH_SSH_ARGS_APPEND"] = ssh_arguments()
-    elif not device_count():
-        environment["DS_ACCELERATOR"] = "cpu"
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    else:
+        if not device_count():
+            environment["DS_ACCELERATOR"] = "cpu"
+        environment.setdefault("OMP_NUM_THREADS", str(threads(ranks, bool(device_count()))))
     return environment
