@@ -6,9 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The CPU constraint file pins a CPU build of torch where there is no NVIDIA driver; with one, pip takes the CUDA build.
 CONSTRAINTS ?= $(if $(wildcard /proc/driver/nvidia/version),,-c constraints-cpu.txt)
+GLUE := --data data/sentences --rates 1e-3,3e-4 --batch 32
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help install demo fashion-mnist emoji image-peers pixels latents mini-pile eval-data test test-full test-system parity lint types check clean
+.PHONY: help install demo fashion-mnist emoji image-peers pixels sentences latents mini-pile eval-data test test-full test-system parity lint types check clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -68,6 +69,17 @@ latents: install  ## the same in latents of a VAE trained on the pictures, too: 
 	$(BIN)/lightnet sample runs/fashion_mnist_latents --vae data/fashion-mnist-vae --sampler ddim \
 	    --output runs/fashion_mnist_latents/plain.png
 	$(BIN)/lightnet report runs/fashion_mnist_latents
+
+sentences: install mini-pile  ## a masked language model of mini-pile and two sentence tasks, against no pretraining and no TPE: runs/mini_pile/report.html
+	$(BIN)/lightnet prep data/mini-pile/00.jsonl.zst data/mini-pile/01.jsonl.zst data/mini-pile/02.jsonl.zst --output data/bidirectional_mini --vocab-size 4096
+	$(BIN)/python -m lightnet_eval.glue_passages data/mini-pile/03.jsonl.zst --output data/sentences
+	$(BIN)/lightnet train bidirectional/mini_pile train.resume=auto
+	$(BIN)/lightnet train bidirectional/mini_pile model.tpe=false train.name=mini_pile_no_tpe train.resume=auto
+	$(BIN)/lightnet glue runs/mini_pile $(GLUE) --output runs/mini_pile/glue.json
+	$(BIN)/lightnet glue runs/mini_pile $(GLUE) --scratch --output runs/mini_pile/glue_scratch.json
+	$(BIN)/lightnet glue runs/mini_pile_no_tpe $(GLUE) --output runs/mini_pile/glue_no_tpe.json
+	$(BIN)/python -m lightnet_eval.glue_picture runs/mini_pile/sentences.png LightNet=runs/mini_pile/glue.json "without pretraining=runs/mini_pile/glue_scratch.json" "without TPE=runs/mini_pile/glue_no_tpe.json"
+	$(BIN)/lightnet report runs/mini_pile
 
 test: install  ## what needs no GPU, no root and no network (some 20 minutes on two cores)
 	$(PYTEST) -m "not slow and not system and not gpu"

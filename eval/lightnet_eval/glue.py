@@ -20,7 +20,7 @@ import torch
 from lightnet_llm.checkpoint.store import write_text
 from lightnet_llm.errors import UserError
 
-from .glue_run import Plan, encode, measure, run_config, train
+from .glue_run import Plan, Trainings, encode, measure, run_config
 from .glue_tasks import Found
 
 PAPER = (
@@ -42,7 +42,14 @@ def score_of(result: dict[str, Any]) -> float:
 
 
 def _one(
-    plan: Plan, found: Found, data: Path, facts: dict[str, Any], rate: float, seed: int, devices: Queue[Any]
+    plan: Plan,
+    found: Found,
+    data: Path,
+    facts: dict[str, Any],
+    rate: float,
+    seed: int,
+    devices: Queue[Any],
+    trainings: Trainings,
 ) -> dict[str, Any]:
     config = run_config(plan, data, facts, rate, seed)
     folder = Path(config["train"]["output"], config["train"]["name"])
@@ -55,7 +62,7 @@ def _one(
         return result
     device = devices.get()
     try:
-        train(config, device)
+        trainings.run(config, device)
         result = {**wanted, **measure(folder, found, data)}
     finally:
         devices.put(device)
@@ -95,6 +102,7 @@ def evaluate(
             f"--processes {processes}: there are {gpus} GPUs, and each run has one for itself; use {gpus} or fewer"
         )
     devices: Queue[Any] = Queue()
+    trainings = Trainings()
     for index in range(processes):
         devices.put(index if gpus and processes > 1 else None)
     encoded = {found.key: encode(found, plan) for found in tasks}
@@ -102,7 +110,10 @@ def evaluate(
     grid = [(rate, seed) for rate in plan.rates for seed in range(plan.seeds)]
     with ThreadPoolExecutor(processes) as pool:
         waiting = {
-            found.key: [pool.submit(_one, plan, found, *encoded[found.key], rate, seed, devices) for rate, seed in grid]
+            found.key: [
+                pool.submit(_one, plan, found, *encoded[found.key], rate, seed, devices, trainings)
+                for rate, seed in grid
+            ]
             for found in tasks
         }
         try:
@@ -118,6 +129,7 @@ def evaluate(
                 report["tasks"][found.key] = {"name": found.task.name, **summary(results), "data": facts["splits"]}
                 report["tasks"][found.key]["classes"] = facts["classes"]
         except BaseException:
+            trainings.stop()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     report["average"] = average(report["tasks"])

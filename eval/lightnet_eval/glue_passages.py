@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lightnet_eval.glue_passages", description=__doc__.splitlines()[0])
     parser.add_argument("text", type=Path, help="a file of mini-pile, data/mini-pile/03.jsonl.zst")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--train", type=int, default=4000, help="samples of a task")
+    parser.add_argument("--train", type=int, default=2000, help="samples of a task")
     parser.add_argument("--dev", type=int, default=1000)
     given = parser.parse_args(arguments)
     try:

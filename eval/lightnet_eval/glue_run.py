@@ -136,39 +136,52 @@ def run_config(plan: Plan, data: Path, facts: dict[str, Any], rate: float, seed:
     }
 
 
-def train(config: dict[str, Any], device: int | None) -> None:
-    """One run in a process of its own.
+class Trainings:
+    """Training runs in processes of their own, and how all of them are asked to stop."""
 
-    Args:
-        device: number of the GPU that it has for itself; None leaves it the first, or the CPU.
+    def __init__(self) -> None:
+        self.stopping = False
+        self._running: list[subprocess.Popen[bytes]] = []
 
-    Raises:
-        UserError: it failed; its own words are in ``RUN/output.txt``.
-        KeyboardInterrupt: it was asked to stop, and has saved.
-    """
-    folder = Path(config["train"]["output"], config["train"]["name"])
-    folder.mkdir(parents=True, exist_ok=True)
-    given = folder.parent / f"{folder.name}.yaml"
-    write_text(given, yaml.safe_dump(config, sort_keys=False))
-    environment = {**environment_for(1), "MASTER_PORT": str(free_port())}
-    if device is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = str(device)
-    command = [sys.executable, "-m", "lightnet_llm.training.main", "--config", str(given)]
-    with (folder / "output.txt").open("w") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        try:
+    def stop(self) -> None:
+        """Have those that run save and end, and no other begin."""
+        self.stopping = True
+        for process in list(self._running):
+            process.terminate()
+
+    def run(self, config: dict[str, Any], device: int | None) -> None:
+        """One run, from its checkpoint where it has one.
+
+        Args:
+            device: number of the GPU that it has for itself; None leaves it the first, or the CPU.
+
+        Raises:
+            UserError: it failed; its own words are in ``RUN/output.txt``.
+            KeyboardInterrupt: it was asked to stop, and has saved.
+        """
+        folder = Path(config["train"]["output"], config["train"]["name"])
+        folder.mkdir(parents=True, exist_ok=True)
+        given = folder.parent / f"{folder.name}.yaml"
+        write_text(given, yaml.safe_dump(config, sort_keys=False))
+        environment = {**environment_for(1), "MASTER_PORT": str(free_port())}
+        if device is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = str(device)
+        command = [sys.executable, "-m", "lightnet_llm.training.main", "--config", str(given)]
+        if self.stopping:
+            raise KeyboardInterrupt
+        with (folder / "output.txt").open("w") as output:
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            self._running.append(process)
             code = process.wait()
-        except BaseException:  # Ctrl-C reaches the run too, which saves
-            process.wait()
-            raise
-    if code:
-        said = [line for line in (folder / "output.txt").read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in said if line.startswith("error:")]
-        raise UserError(
-            f"{folder}: training ended with code {code} ({(errors or said or ['nothing said'])[-1]}); see output.txt there"
-        )
-    if not (folder / "finished.json").is_file():
-        raise KeyboardInterrupt
+            self._running.remove(process)
+        if self.stopping or (code == 0 and not (folder / "finished.json").is_file()):
+            self.stopping = True
+            raise KeyboardInterrupt
+        if code:
+            said = [x for x in (folder / "output.txt").read_text(errors="replace").splitlines() if x.strip()]
+            errors = [line for line in said if line.startswith("error:")]
+            last = (errors or said or ["nothing said"])[-1]
+            raise UserError(f"{folder}: training ended with code {code} ({last}); see output.txt there")
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,7 @@ def glue(
     place = Path(runs) if runs else run_folder_of(plan.checkpoint) / ("glue_scratch" if scratch else "glue")
     plan = replace(plan, output=place)
     start = time.perf_counter()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         report = evaluate(
             plan,

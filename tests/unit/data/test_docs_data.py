@@ -1,4 +1,4 @@
-"""docs/data.md and docs/images.md: every command is one that the command line takes, the YAML file one that prep reads."""
+"""docs/data.md, images.md and bidirectional.md: every command is one that the command line takes, the YAML file one that prep reads."""
 
 import re
 import shlex
@@ -12,6 +12,7 @@ from lightnet_llm.config.prep import load_prep
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
 IMAGES = (Path(__file__).parents[3] / "docs" / "images.md").read_text(encoding="utf-8")
+BIDIRECTIONAL = (Path(__file__).parents[3] / "docs" / "bidirectional.md").read_text(encoding="utf-8")
 
 
 def commands_of(page: str) -> list[str]:
@@ -24,7 +25,8 @@ COMMANDS = commands_of(PAGE)
 
 
 @pytest.mark.parametrize(
-    "command", [c for c in [*COMMANDS, *commands_of(IMAGES)] if "INPUT" not in c and "SRC" not in c]
+    "command",
+    [c for page in (PAGE, IMAGES, BIDIRECTIONAL) for c in commands_of(page) if "INPUT" not in c and "SRC" not in c],
 )
 def test_command_is_taken(command: str) -> None:
     words = shlex.split(command, comments=True)[1:]
@@ -41,6 +43,7 @@ def test_command_is_taken(command: str) -> None:
 def test_all_commands_were_found() -> None:
     assert len(COMMANDS) >= 10 and {c.split()[1] for c in COMMANDS} == {"prep", "data", "train"}
     assert {c.split()[1] for c in commands_of(IMAGES)} >= {"train", "eval", "sample", "report"}
+    assert {c.split()[1] for c in commands_of(BIDIRECTIONAL)} == {"prep", "train", "glue"}
 
 
 def test_the_yaml_file_is_read(tmp_path: Path) -> None:
