@@ -81,7 +81,12 @@ def eval_(
     """
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # imports in half the time; nothing is compiled here
     target = writable("--output", output)
-    if _is_classifier(checkpoint):
+    head = _head(checkpoint)
+    if head == "denoiser":
+        raise UserError(
+            f"{checkpoint}: holds a denoiser; measure its images: lightnet sample --reference DIR --features RUN"
+        )
+    if head == "classifier":
         from .eval_images import measure_images
 
         of_text = {
@@ -134,15 +139,15 @@ def eval_(
     )
 
 
-def _is_classifier(checkpoint: str) -> bool:
-    """Whether SOURCE is a run, or a checkpoint, of an image classifier."""
+def _head(checkpoint: str) -> str | None:
+    """``model.head`` of a run or a checkpoint; None where none is found."""
     import yaml
 
     try:
         path = Path(checkpoint, "config.yaml")
-        return bool((yaml.safe_load(path.read_text(encoding="utf-8")) or {})["model"]["head"] == "classifier")
+        return str((yaml.safe_load(path.read_text(encoding="utf-8")) or {})["model"]["head"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return False
+        return None
 
 
 def _check_options(

@@ -156,3 +156,5 @@ def test_the_command(runs: tuple[Path, Path, str], tmp_path: Path) -> None:
         assert result.exit_code == 1 and words in result.stderr and result.stderr.count("\n") == 1, result.output
     result = CliRunner().invoke(main, ["sample", str(denoiser), "--reference", data])
     assert result.exit_code == 1 and "go together" in result.stderr
+    result = CliRunner().invoke(main, ["eval", str(denoiser)])
+    assert result.exit_code == 1 and "lightnet sample --reference DIR --features RUN" in result.stderr
