@@ -300,6 +300,70 @@ def scan_span_grads(
 
 
 @triton.jit
+def asks_of_last(
+    sequences_ptr, leave_ptr, max_ptr, grad_sum_ptr, grad_kv_ptr, kv_ptr, pressure_ptr, H,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, LRPE: tl.constexpr,
+):  # fmt: skip
+    """From the gradients of last states, in units of exp(-max), to what is asked of the last blocks, kv's and the pressure,
+    in units of exp(-leave). One program a (sequence, head, slice of features)."""
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, vcol = tl.program_id(2) * BD + tl.arange(0, BD), tl.arange(0, VP)
+    start = tl.load(sequences_ptr + sequence * 2).to(tl.int64)
+    blocks = tl.load(sequences_ptr + sequence * 2 + 1)
+    if blocks == 0:  # not used
+        return
+    SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
+    state = sequence * H + head
+    leave = load_vector(leave_ptr + ((start + blocks - 1) * H + head) * D, row, D, BD)
+    # Without the initial state in it the last one's unit may be far below: then nobody asks anything of it.
+    scale = exp(tl.minimum(leave - load_vector(max_ptr + state * D, row, D, BD), 80.0))
+    store_vector(pressure_ptr + state * D, row, -scale * load_vector(grad_sum_ptr + state * D, row, D, BD), D, BD)
+    grad = load_matrix(grad_kv_ptr + state * SIZE, row, vcol, D, V, BD, VP)
+    store_matrix(kv_ptr + state * SIZE, row, vcol, grad * scale[:, None], D, V, BD, VP)
+    if LRPE:
+        grad = load_matrix(grad_kv_ptr + state * SIZE + D * V, row, vcol, D, V, BD, VP)
+        store_matrix(kv_ptr + state * SIZE + D * V, row, vcol, grad * scale[:, None], D, V, BD, VP)
+
+
+@triton.jit
+def grads_of_first(
+    sequences_ptr, enter_ptr, max_ptr, kv_ptr, sum_ptr, last_kv_ptr, last_sum_ptr, H,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, LRPE: tl.constexpr,
+):  # fmt: skip
+    """From what the first blocks ask (kv's and the pressure, in units of exp(-enter)) to the gradients of initial states, in
+    units of exp(-max), in place. A sequence without tokens hands its state on: it gets those of the last one, if any.
+    One program a (sequence, head, slice of features)."""
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, vcol = tl.program_id(2) * BD + tl.arange(0, BD), tl.arange(0, VP)
+    start = tl.load(sequences_ptr + sequence * 2).to(tl.int64)
+    blocks = tl.load(sequences_ptr + sequence * 2 + 1)
+    SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
+    state = sequence * H + head
+    total = tl.zeros([BD], tl.float32)
+    real = tl.zeros([BD, VP], tl.float32)
+    imag = tl.zeros([BD, VP], tl.float32)
+    if blocks > 0:
+        top = load_vector(max_ptr + state * D, row, D, BD)
+        scale = tl.where(
+            top == float("-inf"), 0.0, exp(top - load_vector(enter_ptr + (start * H + head) * D, row, D, BD))
+        )
+        total = -scale * load_vector(sum_ptr + state * D, row, D, BD)
+        real = scale[:, None] * load_matrix(kv_ptr + state * SIZE, row, vcol, D, V, BD, VP)
+        if LRPE:
+            imag = scale[:, None] * load_matrix(kv_ptr + state * SIZE + D * V, row, vcol, D, V, BD, VP)
+    else:
+        if last_kv_ptr is not None:
+            total = load_vector(last_sum_ptr + state * D, row, D, BD)
+            real = load_matrix(last_kv_ptr + state * SIZE, row, vcol, D, V, BD, VP)
+            if LRPE:
+                imag = load_matrix(last_kv_ptr + state * SIZE + D * V, row, vcol, D, V, BD, VP)
+    store_vector(sum_ptr + state * D, row, total, D, BD)
+    store_matrix(kv_ptr + state * SIZE, row, vcol, real, D, V, BD, VP)
+    if LRPE:
+        store_matrix(kv_ptr + state * SIZE + D * V, row, vcol, imag, D, V, BD, VP)
+
+
+@triton.jit
 def last_moves(
     sequences_ptr, lengths_ptr, kv_ptr, grad_ptr, max_ptr, kv0_ptr, max0_ptr, theta_ptr, out_ptr, H,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, LRPE: tl.constexpr,

@@ -24,8 +24,6 @@ from .triton_scan import (
 )
 from .triton_tables import Tables
 
-SCALE = 1e34  # exp(80)
-
 
 class StateGrads(NamedTuple):
     """Gradients of the final state, and the state itself."""
@@ -168,18 +166,19 @@ def backward(
     query, key, value, grad = rows_of(query), rows_of(key), rows_of(value), rows_of(grad)
     heads, device, sequences = shape.heads, query.device, table.lengths.shape[0]
     plain = {"memory_format": torch.contiguous_format}
-    first = torch.zeros(sequences, heads, shape.rows, shape.V, device=device) if initial is not None else None
-    pushed = torch.zeros(sequences, heads, shape.D, device=device) if initial is not None else None
+    new = torch.zeros if not table.blocks.shape[0] or not heads else torch.empty
+    first = new(sequences, heads, shape.rows, shape.V, device=device) if initial is not None else None
+    pushed = new(sequences, heads, shape.D, device=device) if initial is not None else None
     grad_key = torch.empty_like(key, **plain)
     if not table.blocks.shape[0] or not heads:
         if final is not None and first is not None:
-            first, pushed = final.grad_kv.clone(), -final.grad_sum
+            first, pushed = final.grad_kv.clone(), final.grad_sum.clone()
         return (
             torch.empty_like(query, **plain), grad_key, torch.empty_like(value, **plain),
-            None if theta is None else torch.zeros_like(theta), None if pushed is None else -pushed, first,
+            None if theta is None else torch.zeros_like(theta), pushed, first,
         )  # fmt: skip
     block_grads = torch.empty_like(found.kv)
-    last_kv, last_pressure = (None, None) if final is None else asked_at_the_end(final, found, table)
+    last_kv, last_pressure = (None, None) if final is None else asked_at_the_end(final, shape, table, found)
     grad_query, asked = ask(grad, query, key, value, grad_key, shape, table, found, silu, final is not None)
     to = 0 if first is None else 2
 
@@ -199,33 +198,34 @@ def backward(
     answer(asked, pressure, block_grads, grad, query, key, value, grad_key, grad_value, shape, table, found, silu)
     grad_theta = theta_grad(theta, asked, shape, table, final)
     if first is not None and pushed is not None and initial is not None:
-        first, pushed = asked_at_the_start(first, pushed, initial[0], found, table, final)
-    return grad_query, grad_key, grad_value, grad_theta, None if pushed is None else -pushed, first
+        asked_at_the_start(first, pushed, initial[0], shape, table, found, final)
+    return grad_query, grad_key, grad_value, grad_theta, pushed, first
 
 
-def _rows(scale: Tensor, kv: Tensor) -> Tensor:
-    """A factor of each feature [sequences, H, D] for kv's rows, both halves where they are doubled."""
-    return scale.repeat(1, 1, kv.shape[2] // scale.shape[2])[..., None]
-
-
-def asked_at_the_end(final: StateGrads, found: Blocks, table: Tables) -> tuple[Tensor, Tensor]:
-    """What the last state's gradients ask of the last block: kv's and the pressure, in units of exp(-leave).
-
-    Without an earlier state in it the last state's unit may be far below: then nobody asks anything of it."""
-    last = table.block_ranges[:, 0] + (table.block_ranges[:, 1] - 1).clamp_min(0)
-    scale = torch.exp(found.leave[last.clamp_max(found.leave.shape[0] - 1)] - final.max).clamp_max(SCALE)
-    return final.grad_kv * _rows(scale, final.grad_kv), -final.grad_sum * scale
+def asked_at_the_end(final: StateGrads, shape: Shape, table: Tables, found: Blocks) -> tuple[Tensor, Tensor]:
+    """`triton_backward.asks_of_last`: kv's and the pressure."""
+    arguments = shape.of_states()
+    kv, pressure = torch.empty_like(final.grad_kv), torch.empty_like(final.grad_sum)
+    launch(kernels.asks_of_last, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["BD"])))(
+        table.block_ranges,
+        found.leave,
+        final.max,
+        final.grad_sum,
+        final.grad_kv,
+        kv,
+        pressure,
+        shape.heads,
+        **arguments,
+    )
+    return kv, pressure
 
 
 def asked_at_the_start(
-    grad_kv: Tensor, pressure: Tensor, top: Tensor, found: Blocks, table: Tables, final: StateGrads | None
-) -> tuple[Tensor, Tensor]:
-    """From what the first blocks ask, in units of exp(-enter), to what is asked of the initial states, in units of
-    exp(-top). A sequence without tokens hands its state on."""
-    enter = found.enter[table.block_ranges[:, 0].clamp_max(found.enter.shape[0] - 1)]
-    scale = torch.where(top == float("-inf"), 0.0, torch.exp(top - enter))
-    some = table.lengths[:, None, None] > 0
-    other_kv, other = (0.0, 0.0) if final is None else (final.grad_kv, -final.grad_sum)
-    return torch.where(some[..., None], grad_kv * _rows(scale, grad_kv), other_kv), torch.where(
-        some, pressure * scale, other
+    kv: Tensor, pressure: Tensor, top: Tensor, shape: Shape, table: Tables, found: Blocks, final: StateGrads | None
+) -> None:
+    """`triton_backward.grads_of_first`: to the gradients of kv and sum, in place."""
+    arguments = shape.of_states()
+    last = (None, None) if final is None else (final.grad_kv, final.grad_sum)
+    launch(kernels.grads_of_first, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["BD"])))(
+        table.block_ranges, found.enter, top, kv, pressure, *last, shape.heads, **arguments
     )

@@ -214,19 +214,21 @@ def _ask(
     found = Blocks(kv, enter, leave, mass, flag, cos, sin, turn)
     query, key, value, grad = rows_of(query), rows_of(key), rows_of(value), rows_of(grad)
     sequences, heads, device = table.lengths.shape[0], shape.heads, query.device
-    first = torch.zeros(sequences, heads, shape.rows, shape.V, device=device)
-    pushed = torch.zeros(sequences, heads, shape.D, device=device)
+    some = bool(table.blocks.shape[0] and heads)
+    new = torch.empty if some else torch.zeros
+    first = new(sequences, heads, shape.rows, shape.V, device=device)
+    pushed = new(sequences, heads, shape.D, device=device)
     grad_key = torch.empty_like(key, memory_format=torch.contiguous_format)
     held = torch.empty(table.spans.shape[0], heads, shape.rows, shape.V, device=device)
-    if not table.blocks.shape[0] or not heads:
+    if not some:
         return torch.zeros_like(query), pushed, first, grad_key, held, torch.empty_like(grad), None, mass, None
     grad_query, asked = ask(grad, query, key, value, grad_key, shape, table, found, silu, moves=True)
     chain_grads(asked, grad, shape, table, found, None, None, held, FROM=0, BLOCKS=0, TO=3)
     move_span_grads(held, theta, shape, table, found, None, first)
     scan_pressure(asked, shape, table, found, None, pushed)
-    first, pushed = asked_at_the_start(first, pushed, top, found, table, None)
+    asked_at_the_start(first, pushed, top, shape, table, found, None)
     later = None if asked.later is grad_key else asked.later
-    return grad_query, -pushed, first, grad_key, held, asked.x, later, asked.own, asked.torque
+    return grad_query, pushed, first, grad_key, held, asked.x, later, asked.own, asked.torque
 
 
 def _run_ask(*arguments: Any) -> Any:
@@ -250,7 +252,7 @@ def _answer(
     if not table.blocks.shape[0] or not shape.heads:
         return grad_value, None if theta is None else torch.zeros_like(theta)
     asked = Asked(x, grad_key if later is None else later, own, torque)
-    last_kv, last_pressure = asked_at_the_end(final, found, table)
+    last_kv, last_pressure = asked_at_the_end(final, shape, table, found)
     move_span_grads(held, theta, shape, table, found, last_kv)
     block_grads = torch.empty_like(kv)
     chain_grads(asked, grad, shape, table, found, block_grads, held, None, FROM=1, BLOCKS=1, TO=0)
