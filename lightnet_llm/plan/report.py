@@ -137,7 +137,7 @@ def _table(plan: Plan, price: float | None, every_row: bool) -> list[str]:
         total, fits = row.memory.total / GIB, row.refused is None
         largest = row.largest_micro_batch
         times = [
-            f"{row.time.total:.3g}", f"{plan.tokens_per_second(row):,.0f}", f"{100 * plan.utilisation(row):.0f} %",
+            f"{row.time.total:.3g}", f"{plan.tokens_per_second(row):,.0f}", f"{100 * plan.utilisation(row):.2g} %",
             f"{plan.days(row):.3g}",
         ]  # fmt: skip
         rows.append(
