@@ -164,7 +164,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axes.plot([p["seconds"] for p in row["curve"]], [p["top1"] for p in row["curve"]], marker="o", label=label)
         else:
             axes.axhline(row["top1"], color="grey", linestyle="--", label=label)
-    axes.set(xlabel="processor seconds of training", ylabel="top-1, held out", title=f"{rows[0]['images']:,} images")
+    axes.set(
+        xlabel="processor seconds of training",
+        ylabel="top-1, held out",
+        title=f"legend: all {rows[0]['images']:,} held-out images",
+    )
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110, format="png")
