@@ -5,9 +5,11 @@
 
 SOURCE is exported to a Hugging Face folder once, which both read, in fp32 on a CPU and bf16 on a GPU. The peer's batch size
 is the best of --batch-sizes on the first --trial questions of each task. Then both run the whole task, in turn, --repeat
-times; what counts is the least time of each, from requests to metrics, the loading of models and data apart. Scores must be
-equal: accuracies exactly and log likelihoods within 1e-4 (fp32), relative to their size where they are above 10 nats. On a
-GPU --dtype float32 shows that; in bf16, whose roundings may part two candidates, differences are printed and kept.
+times; what counts is the least time of each, from requests to metrics, the loading of models and data apart. Ours is what
+`lightnet eval --tasks` does, its templates compiled once included. --clock cpu counts processor seconds: what a quiet machine
+would take, measured on a busy one; use it with one thread (OMP_NUM_THREADS=1). Scores must be equal: accuracies exactly and
+log likelihoods within 1e-4 (fp32), relative to their size where they are above 10 nats. On a GPU --dtype float32 shows that;
+in bf16, whose roundings may part two candidates, differences are printed and kept.
 Exit 1: unequal scores, or a ratio of total times below --bar.
 """
 
@@ -21,6 +23,7 @@ import platform
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +34,11 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import lm_eval
 import torch
+import transformers
 from lightnet_data.tokenizer import Tokenizer
 from lightnet_eval.language_model import LightNetLM
 from lightnet_eval.offline import write_tasks
+from lightnet_eval.zero_shot import templates_once
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -62,12 +67,18 @@ def untrained(preset: str, tokenizer: str, folder: Path) -> Path:
     return run
 
 
-def score(model: Any, task: str, manager: TaskManager, limit: int | None) -> tuple[float, dict[str, Any]]:
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def score(
+    model: Any, task: str, manager: TaskManager, limit: int | None, clock: str = "wall"
+) -> tuple[float, dict[str, Any]]:
     """Seconds and lm-eval's results for a task."""
-    loaded = manager.load([task])["tasks"][task]
-    start = time.perf_counter()
-    found = lm_eval.simple_evaluate(model, tasks=[loaded], task_manager=manager, limit=limit, bootstrap_iters=0)
-    return time.perf_counter() - start, found
+    loaded, now = manager.load([task])["tasks"][task], CLOCKS[clock]
+    start = now()
+    with templates_once() if isinstance(model, LightNetLM) else nullcontext():
+        found = lm_eval.simple_evaluate(model, tasks=[loaded], task_manager=manager, limit=limit, bootstrap_iters=0)
+    return now() - start, found
 
 
 def difference(one: dict[str, Any], other: dict[str, Any], task: str) -> float:
@@ -98,13 +109,13 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         score(ours, name, manager, 4)
         for size in arguments.batch_sizes:
             peer.batch_size_per_gpu = size
-            trials[size], _ = score(peer, name, manager, arguments.trial)
+            trials[size], _ = score(peer, name, manager, arguments.trial, arguments.clock)
         best = peer.batch_size_per_gpu = min(trials, key=lambda size: trials[size])
         mine, theirs = [], []
         for _ in range(arguments.repeat):
-            seconds, here = score(ours, name, manager, arguments.limit)
+            seconds, here = score(ours, name, manager, arguments.limit, arguments.clock)
             mine.append(seconds)
-            seconds, there = score(peer, name, manager, arguments.limit)
+            seconds, there = score(peer, name, manager, arguments.limit, arguments.clock)
             theirs.append(seconds)
         metrics = {key: value for key, value in here["results"][name].items() if key.startswith("acc")}
         peers = {key: value for key, value in there["results"][name].items() if key.startswith("acc")}
@@ -134,9 +145,16 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in ours.model.parameters()),
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "dtype": dtype,
+        "command": " ".join(["python", "benchmarks/evaluation.py", *sys.argv[1:]]),
+        "clock": arguments.clock,
         "threads": torch.get_num_threads(),
         "load": os.getloadavg(),
-        "versions": {"torch": torch.__version__, "lm_eval": lm_eval.__version__, "python": platform.python_version()},
+        "versions": {
+            "torch": torch.__version__,
+            "lm_eval": lm_eval.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
         "date": time.strftime("%Y-%m-%d"),
         "limit": arguments.limit,
         "tasks": rows,
@@ -155,6 +173,9 @@ def main() -> None:
     parser.add_argument("--trial", type=int, default=64, help="questions of a trial of a batch size")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="[default: bfloat16 on a GPU, else float32]")
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument(
+        "--clock", choices=list(CLOCKS), default="wall", help="seconds by the wall clock or of the processor"
+    )
     parser.add_argument("--limit", type=int, help="questions of a task; a result with it is no result")
     parser.add_argument("--bar", type=float, default=3.0)
     parser.add_argument("--output", help="JSON file [default: evaluation-DEVICE-DATE.json beside this script]")

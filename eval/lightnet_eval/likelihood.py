@@ -17,7 +17,8 @@ from .heldout import default_batch_tokens
 from .prefixes import Group, group
 from .ranks import Ranks
 
-LOGITS_AT_ONCE = 1 << 25  # elements
+LOGITS_AT_ONCE = 1 << 19, 1 << 25  # elements, on the CPU (what its caches hold) and on a GPU
+BATCH_TOKENS = 2048  # on a CPU: states of short segments take more memory than their tokens
 STATE_BYTES = (2 << 30, 16 << 30)  # of states held at once, on the CPU and on a GPU
 
 
@@ -71,7 +72,8 @@ def likelihoods(
         UserError: a token the model does not have, a request that starts at its first token, or a loss that is not finite.
     """
     ranks = ranks or Ranks()
-    limit = batch_tokens or default_batch_tokens(next(model.parameters()).device)
+    device = next(model.parameters()).device
+    limit = batch_tokens or (default_batch_tokens(device) if device.type == "cuda" else BATCH_TOKENS)
     if limit < 1:
         raise UserError(f"batch-tokens {limit} must be at least 1")
     _check(requests, model.config.vocab_size)
@@ -86,7 +88,6 @@ def likelihoods(
     groups = group([request.tokens for request in unique], limit)
     total = sum(_size(item, unique) for item in groups)
     share = min(limit, max(1, -(-total // ranks.size)))  # few requests: a part for every rank
-    device = next(model.parameters()).device
     states = max(8, STATE_BYTES[device.type == "cuda"] // _state_bytes(model))
 
     def own_part() -> dict[int, tuple[float, bool]]:
@@ -242,16 +243,17 @@ def _predictions(model: CausalLM, hidden: Tensor, rows: list[_Row]) -> tuple[lis
     owner = torch.tensor([slot[row.place] for row in rows], device=hidden.device)
     order = owner.argsort(stable=True)
     chosen = hidden[0, torch.tensor(places, device=hidden.device)]
-    step = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+    step = max(1, LOGITS_AT_ONCE[hidden.device.type == "cuda"] // model.config.vocab_size)
     nats, greedy = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.bool)
     for begin in range(0, len(places), step):
         logits = model.logits(chosen[None, begin : begin + step])
         logits = model.layers_set.gather_logits(logits, model.config.vocab_size)[0].float()
         inside = order[(owner[order] >= begin) & (owner[order] < begin + step)]
         row = owner[inside] - begin
-        values = logits[row, token[inside]] - logits.logsumexp(-1)[row]
-        nats[inside.cpu()] = values.cpu()
-        greedy[inside.cpu()] = (logits.argmax(-1)[row] == token[inside]).cpu()
+        wanted, (top, best) = logits[row, token[inside]], logits.max(-1, keepdim=True)
+        mass = logits.sub_(top).exp_().sum(-1).log() + top[:, 0]  # logsumexp, in place
+        nats[inside.cpu()] = (wanted - mass[row]).cpu()
+        greedy[inside.cpu()] = (best[row, 0] == token[inside]).cpu()
     return nats.tolist(), greedy.tolist()
 
 

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def answer(
     ranks = ranks or Ranks()
     quiet = quiet or bool(ranks.rank)
     model = LightNetLM(loaded=loaded, ranks=ranks, quiet=quiet, **options)
-    with tempfile.TemporaryDirectory() as folder, _silent_requests(quiet):
+    with tempfile.TemporaryDirectory() as folder, _silent_requests(quiet), templates_once():
         if offline is None:
             manager = TaskManager()
             _check_names(names, manager.all_tasks)
@@ -120,6 +120,20 @@ def _silent_requests(quiet: bool) -> Iterator[None]:
         yield
     finally:
         task.tqdm, evaluator.get_git_commit_hash = shown, commit
+
+
+@contextmanager
+def templates_once() -> Iterator[None]:
+    """lm-eval compiles a task's templates anew for every question, which on short tasks takes as long as a small model: here
+    each is compiled once."""
+    from lm_eval.utils import env
+
+    compile_one = env.from_string
+    env.from_string = lru_cache(maxsize=1024)(compile_one)
+    try:
+        yield
+    finally:
+        env.from_string = compile_one
 
 
 def _check_names(names: list[str], known: list[str]) -> None:

@@ -93,7 +93,7 @@ def _empty_model(
 ) -> CausalLM:
     if config.model.head != "causal_lm" or not config.model.causal:
         raise UserError(
-            f"{folder}: holds a {'bidirectional model' if not config.model.causal else config.model.head}, which cannot "
+            f"{folder}: holds a {'bidirectional' if config.model.head == 'causal_lm' else config.model.head} model, which cannot "
             "continue a text; name a language model"
         )
     place = choose_device(device)

@@ -66,6 +66,21 @@ def test_few_shot_is_not_what_is_measured(found: dict[str, Any]) -> None:
     assert found["samples"]["openbookqa"][0]["arguments"][0][0] == "A lighthouse is for"
 
 
+def test_templates_are_compiled_once(found: dict[str, Any], loaded: Loaded, folder: Path, monkeypatch: Any) -> None:
+    """Compiled anew for every question they take longer than a small model; afterwards lm-eval is as it was."""
+    from lm_eval.utils import env
+
+    compiled: list[str] = []
+    original = env.from_string
+    monkeypatch.setattr(env, "from_string", lambda text: (compiled.append(text), original(text))[1])
+    before = env.from_string
+    result = evaluate(loaded, ["piqa"], offline=str(folder), log_samples=True)
+    assert compiled and len(compiled) == len(set(compiled)) and env.from_string is before
+    assert [sample["arguments"] for sample in result["samples"]["piqa"]] == [
+        sample["arguments"] for sample in found["samples"]["piqa"]
+    ]
+
+
 def test_command(run: Path, folder: Path, tmp_path: Path) -> None:
     def command(*arguments: str) -> tuple[int, str, str]:
         result = CliRunner().invoke(main, ["eval", str(run), *arguments])
