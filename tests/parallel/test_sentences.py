@@ -94,6 +94,7 @@ def test_layouts(
     assert first[20][0] < 0.8 * first[1][0]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_exactly(
     ranks: Ranks, configs: dict[str, Path], one: dict[str, Path], tmp_path: Path
 ) -> None:
