@@ -20,7 +20,6 @@ import datetime
 import gc
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -111,9 +110,9 @@ def predict(case: Case, figures: Path | None, gpu: str) -> dict[str, Any]:
 
 def measure(name: str, case: Case, cards: list[int]) -> dict[str, Any]:
     """Run a case on these cards; what was measured, or {"failed": why}."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    from lightnet_llm.launch.hosts import free_port
+
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         found, log = Path(folder, "found.json"), Path(folder, "log")
         where = {

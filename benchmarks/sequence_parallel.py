@@ -12,10 +12,10 @@ Each number of ranks is a job of its own on this machine's first cards. Results 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,10 +33,9 @@ LEARNING_RATE = 3e-4
 def job(arguments: argparse.Namespace, tokens: int, ranks: int, steps: int, seconds: float) -> dict[str, Any]:
     """Train ``steps`` steps of one sample of ``tokens`` on so many ranks; what rank 0 found, or its failure."""
     from lightnet_llm.launch.host import has_gpus, threads
+    from lightnet_llm.launch.hosts import free_port
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         found, log = Path(folder, "found.json"), Path(folder, "log")
         request = {
@@ -157,6 +156,13 @@ def rank_main(request: dict[str, Any]) -> None:
     os._exit(0)  # without waiting for NCCL's threads
 
 
+def keep(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """What is known so far: a run that is killed leaves it."""
+    if getattr(arguments, "output", None):
+        found = {"kind": arguments.kind, "date": str(datetime.date.today()), "rows": rows}
+        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def show(row: dict[str, Any]) -> None:
     """One line a job."""
     head = f"{row['ranks']} ranks x {row['tokens'] // row['ranks']:,} tokens = {row['tokens']:,}"
@@ -173,17 +179,19 @@ def show(row: dict[str, Any]) -> None:
 
 def weak(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The same tokens a rank on more ranks: time per step, and bytes that depend on neither."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for tokens in arguments.tokens or [32768]:
-        mine = [
-            job(arguments, tokens * ranks, ranks, arguments.steps or 10, arguments.seconds) for ranks in arguments.ranks
-        ]
-        for row in mine:
+        first: dict[str, Any] = {}
+        for ranks in arguments.ranks:
+            row = job(arguments, tokens * ranks, ranks, arguments.steps or 10, arguments.seconds)
+            rows.append(row)
+            first = first or row
+            if "ms" in row and "ms" in first:
+                row["times_first"] = row["ms"] / first["ms"]
+            keep(arguments, rows)
             show(row)
-            if "ms" in row and "ms" in mine[0]:
-                row["times_first"] = row["ms"] / mine[0]["ms"]
-                print(f"    {row['times_first']:.3f} of the time on {mine[0]['ranks']}", flush=True)
-        rows += mine
+            if "times_first" in row:
+                print(f"    {row['times_first']:.3f} of the time on {first['ranks']}", flush=True)
     for ranks in arguments.ranks:
         bytes_ = {row["bytes_sent_per_layer"] for row in rows if row["ranks"] == ranks and "ms" in row}
         print(f"{ranks} ranks: bytes a layer {sorted(bytes_)}", flush=True)
@@ -197,6 +205,7 @@ def longest(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
     def fits(tokens: int) -> bool:
         rows.append(job(arguments, tokens, ranks, 2, arguments.seconds))
+        keep(arguments, rows)
         show(rows[-1])
         return "failed" not in rows[-1]
 
@@ -220,6 +229,7 @@ def train(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for tokens in arguments.tokens or [2**20]:
         for ranks in arguments.ranks:
             rows.append(job(arguments, tokens, ranks, arguments.steps or 10, arguments.seconds))
+            keep(arguments, rows)
             show(rows[-1])
     return rows
 
@@ -258,8 +268,7 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.ranks = arguments.ranks or {"weak": [1, 2], "equal": [1, 2], "train": [2]}.get(arguments.kind, [1])
     rows = {"weak": weak, "longest": longest, "train": train, "equal": equal}[arguments.kind](arguments)
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"kind": arguments.kind, "rows": rows}, indent=1) + "\n")
+    keep(arguments, rows)  # with the comparisons that follow
     return int(any("failed" in row for row in rows) and arguments.kind != "longest")
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from lightnet_llm.launch.hosts import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -48,9 +49,7 @@ class SpawnedRanks:
         """Exit codes of ``world`` ranks; those that outlive the first that failed by ``grace`` seconds are killed."""
         if world > self.gpus():
             pytest.skip(f"needs {world} GPUs")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()  # not an ephemeral one, which a connection of another run may have when ranks come to it
         processes = []
         for rank in range(world):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
