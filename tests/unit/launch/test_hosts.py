@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightnet_llm.errors import UserError
@@ -112,6 +112,7 @@ PRINT = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ),
 values = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.from_regex(r"LN_[A-Z]{1,5}", fullmatch=True), values, max_size=4), st.lists(values, max_size=4)
 )
