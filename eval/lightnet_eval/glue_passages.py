@@ -1,7 +1,6 @@
-"""Two sentence tasks out of mini-pile's text, for `make sentences`: ``python -m lightnet_eval.glue_passages TEXT --output DIR``.
+"""A sentence task out of mini-pile's text, for `make sentences`: ``python -m lightnet_eval.glue_passages TEXT --output DIR``.
 
-``source``: which of the text's sources a passage of 12 to 24 words is from. ``order``: whether the passage stands as it was
-written, or four neighbouring words of it are in another order; there, unlike in ``source``, words alone tell nothing.
+``source``: which of the text's sources a passage of 12 to 24 words is from.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import zstandard
 
 from lightnet_llm.errors import UserError
 
-SHORTEST, LONGEST, MOVED = 12, 24, 4
+SHORTEST, LONGEST = 12, 24
 HELD_OUT = 5  # one passage in so many, the last ones of a source: of other documents, or of the end of one
 
 
@@ -44,60 +43,33 @@ def _cut(words: list[str], rng: random.Random) -> Iterator[str]:
         words = words[length:]
 
 
-def disordered(passage: str, rng: random.Random) -> str | None:
-    """Four neighbouring words of it in another order; None where they are all the same word."""
-    words = passage.split()
-    start = rng.randrange(len(words) - MOVED + 1)
-    part = words[start : start + MOVED]
-    if len(set(part)) == 1:
-        return None
-    moved = list(part)
-    while moved == part:
-        rng.shuffle(moved)
-    return " ".join([*words[:start], *moved, *words[start + MOVED :]])
-
-
 def write(text: Path, output: Path, train: int, dev: int) -> dict[str, int]:
-    """Writes ``source`` and ``order`` below ``output``; returns their numbers of training samples.
+    """Writes ``train`` and ``dev`` of ``source`` below ``output``, every source alike often; returns their numbers of samples.
 
     Raises:
         UserError: a source has too few passages.
     """
     rng = random.Random(0)
     found = passages(text, rng)
-    counts: dict[str, int] = {}
-    parts: dict[str, dict[str, list[str]]] = {}
+    rows: dict[str, list[tuple[str, str]]] = {"train": [], "dev": []}
     for source, given in sorted(found.items()):
         end = len(given) - len(given) // HELD_OUT
-        wanted = {"train": -(-train // len(found)), "dev": -(-dev // len(found))}
-        parts[source] = {}
-        for split, some in (("train", given[:end]), ("dev", given[end:])):
-            if len(some) < wanted[split]:
+        for split, some, count in (("train", given[:end], train), ("dev", given[end:], dev)):
+            each = -(-count // len(found))
+            if len(some) < each:
                 raise UserError(
-                    f"{text}: {source} has {len(some)} passages for {split}, {wanted[split]} are needed; give --{split} less"
+                    f"{text}: {source} has {len(some)} passages for {split}, {each} are needed; give --{split} less"
                 )
-            parts[source][split] = rng.sample(some, wanted[split])
-    for task in ("source", "order"):
-        (output / task).mkdir(parents=True, exist_ok=True)
-        for split in ("train", "dev"):
-            rows = [(passage, source) for source in parts for passage in parts[source][split]]
-            rng.shuffle(rows)
-            if task == "order":
-                rows = _in_and_out_of_order([passage for passage, _ in rows], rng)
-            lines = [
-                json.dumps({"sentence": passage, "label": label}, ensure_ascii=False) + "\n" for passage, label in rows
-            ]
-            (output / task / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
-            counts[task] = counts.get(task, len(rows))
-    return counts
-
-
-def _in_and_out_of_order(given: list[str], rng: random.Random) -> list[tuple[str, str]]:
-    rows = []
-    for index, passage in enumerate(given):
-        moved = disordered(passage, rng) if index % 2 else None
-        rows.append((passage, "written") if moved is None else (moved, "moved"))
-    return rows
+            rows[split] += [(passage, source) for passage in rng.sample(some, each)]
+    folder = output / "source"
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, samples in rows.items():
+        rng.shuffle(samples)
+        lines = [
+            json.dumps({"sentence": passage, "label": label}, ensure_ascii=False) + "\n" for passage, label in samples
+        ]
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return {split: len(samples) for split, samples in rows.items()}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -105,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lightnet_eval.glue_passages", description=__doc__.splitlines()[0])
     parser.add_argument("text", type=Path, help="a file of mini-pile, data/mini-pile/03.jsonl.zst")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--train", type=int, default=2000, help="samples of a task")
+    parser.add_argument("--train", type=int, default=2000, help="samples to train on")
     parser.add_argument("--dev", type=int, default=1000)
     given = parser.parse_args(arguments)
     try:
@@ -115,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{given.output}: " + ", ".join(f"{task} {count:,} samples" for task, count in counts.items()))
+    print(f"{given.output}: " + ", ".join(f"{count:,} {split}" for split, count in counts.items()) + " samples")
     return 0
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from lightnet_data.sentences import Row
 from lightnet_eval.glue import average, summary
-from lightnet_eval.glue_passages import disordered
+from lightnet_eval.glue_passages import write
 from lightnet_eval.glue_tasks import TASKS, correlations, f1_and_accuracy, find, matthews
 
 from lightnet_llm.errors import UserError
@@ -231,13 +231,33 @@ def test_the_average_of_the_papers_table() -> None:
     assert round(average(tasks) or 0, 1) == 79.9
 
 
-def test_words_are_moved_and_none_is_lost() -> None:
-    import random
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Three sources of numbered words, in documents of unlike lengths."""
+    import zstandard
 
-    rng = random.Random(0)
-    for _ in range(50):
-        words = [rng.choice("abcd") for _ in range(12)]
-        moved = disordered(" ".join(words), rng)
-        if moved is not None:
-            assert moved.split() != words and sorted(moved.split()) == sorted(words)
-    assert disordered("a " * 12, rng) is None
+    lines, word = [], 0
+    for i in range(300):
+        length = 3 + i % 40
+        words = " ".join(f"w{n}" for n in range(word, word + length))
+        word += length
+        lines.append(json.dumps({"text": words, "meta": {"pile_set_name": "ABC"[i % 3]}}))
+    (tmp_path / "text.jsonl.zst").write_bytes(zstandard.compress("\n".join(lines).encode()))
+    return tmp_path / "text.jsonl.zst"
+
+
+def test_passages_do_not_overlap_and_stay_in_their_split(text: Path, tmp_path: Path) -> None:
+    assert write(text, tmp_path / "tasks", 60, 15) == {"train": 60, "dev": 15}
+    (found,) = find(tmp_path / "tasks", None)
+    assert found.key == "source" and found.task.classes == ("A", "B", "C")
+    parts = {split: list(found.rows(split)) for split in ("train", "dev")}
+    words = [word for rows in parts.values() for row in rows for word in row.first.split()]
+    assert len(words) == len(set(words))
+    assert all(12 <= len(row.first.split()) <= 24 for rows in parts.values() for row in rows)
+    for label in range(3):
+        last = [[int(row.first.split()[0][1:]) for row in rows if row.label == label] for rows in parts.values()]
+        assert list(map(len, last)) == [20, 5] and max(last[0]) < min(last[1])
+    write(text, tmp_path / "again", 60, 15)
+    assert (tmp_path / "again/source/dev.jsonl").read_text() == (tmp_path / "tasks/source/dev.jsonl").read_text()
+    with pytest.raises(UserError, match=r"A has \d+ passages for dev, 1000 are needed; give --dev less"):
+        write(text, tmp_path / "more", 60, 3000)
