@@ -111,6 +111,8 @@ def test_losses(tmp_path: Path) -> None:
     labels[0, 3], labels[0, 7], labels[1, 9] = 11, 250, 3
     output = masked(ids, attention_mask=mask, labels=labels)
     torch.testing.assert_close(output.loss, cross(output.logits.flatten(0, 1), labels.flatten()))
+    whole = masked(ids, labels=labels)
+    torch.testing.assert_close(whole.loss, cross(whole.logits.flatten(0, 1), labels.flatten()))
     assert masked(ids, labels=torch.full((2, 12), -100)).loss == 0  # no NaN
     torch.testing.assert_close(masked(ids, mask, labels, num_items_in_batch=6).loss * 2, output.loss)
     assert masked.train()(ids, labels=labels).logits is None

@@ -58,7 +58,10 @@ def checkpoint(run: Path, config: RunConfig, tensor: int = 1, pipeline: int = 1,
             first = int(name.split(".")[1]) * pipeline // config.model.layers if name.startswith("layers.") else 0
             if stage != (pipeline - 1 if name.startswith(("norm", "head")) else first):
                 continue
-            full = spec.init(torch.Generator().manual_seed(1000 * seed + index), spec.shape)
+            drawn = torch.Generator().manual_seed(1000 * seed + index)
+            full = spec.init(drawn, spec.shape)
+            if full.ndim == 1:  # norms and biases start alike everywhere, and a wrong one would not be seen
+                full = full + 0.2 * torch.randn(spec.shape, generator=drawn)
             full = full if spec.keep_fp32 or config.train.precision == "fp32" else full.bfloat16()
             shape = list(spec.shape)
             if spec.partition_dim is not None:
