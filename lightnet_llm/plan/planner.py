@@ -107,14 +107,21 @@ class Plan:
         return flops / (self.world * self.hardware.peak_flop_s)
 
     @property
-    def tokens(self) -> int:
-        """Budget of the run; 0 where it has none."""
+    def hours(self) -> float | None:
+        """Budget of a run that has one of time alone (``train.hours``), else None."""
         train = self.config.train
+        return None if train.tokens or train.steps else train.hours
+
+    def tokens(self, row: Row) -> int:
+        """Budget of the run, or what a layout comes to in its hours."""
+        train, hours = self.config.train, self.hours
+        if hours is not None:
+            return int(3600 * hours * self.tokens_per_second(row))
         return train.tokens or (train.steps or 0) * train.global_batch * self.config.data.sequence_length
 
     def days(self, row: Row) -> float:
         """To the end of the budget, without saving and validation."""
-        return self.tokens / self.tokens_per_second(row) / 86400
+        return self.tokens(row) / self.tokens_per_second(row) / 86400 if self.hours is None else self.hours / 24
 
     def overrides(self, row: Row) -> list[str]:
         """What of the configuration has to change for a layout, as arguments of ``lightnet train``."""

@@ -21,7 +21,8 @@ def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
         "name": plan.config.train.name,
         "parameters": plan.model_parameters,
         "precision": plan.config.train.precision,
-        "tokens": plan.tokens,
+        "tokens": plan.tokens(recommended),
+        "hours": plan.hours,
         "tokens_per_step": plan.config.train.global_batch * plan.config.data.sequence_length,
         "gpus": plan.world,
         "gpu": {
@@ -95,15 +96,17 @@ def lines(
         every_row: list the layouts that do not fit, too.
     """
     hardware, config, best = plan.hardware, plan.config, plan.recommended
+    budget = f"{plan.tokens(best):,} tokens" if plan.hours is None else f"{plan.hours:g} hours"
     found = [
         f"{config.train.name}: {plan.model_parameters:,} parameters, {config.train.precision}, "
-        f"{config.train.global_batch} x {config.data.sequence_length:,} tokens a step, {plan.tokens:,} tokens, on "
+        f"{config.train.global_batch} x {config.data.sequence_length:,} tokens a step, {budget}, on "
         f"{plan.world} x {hardware.key} ({hardware.card}, {hardware.memory_bytes / GIB:.1f} GiB)",
         "",
         *_table(plan, price, every_row),
         "",
         f"recommended: {plan.reason()}",
         f"  {command(plan, best, given)}",
+        *([f"  in {plan.hours:g} hours: {plan.tokens(best):,} tokens"] if plan.hours is not None else []),
         f"  memory of a card, {_stage(best)}GiB: {_kinds(best)}, together {best.memory.total / GIB:.1f} of "
         f"{hardware.memory_bytes / GIB:.1f}; peak in {best.memory.peak}",
         f"  a step, s: {_times(best)}",

@@ -153,6 +153,21 @@ def test_what_barely_fits_is_not_recommended(monkeypatch: pytest.MonkeyPatch) ->
     assert alone().recommended.micro_batch == 18
 
 
+def test_a_budget_of_hours() -> None:
+    config = load_config("pile_150m", ["train.tokens=null", "train.hours=12"])
+    found = planner.find(config, 2, load_hardware("h100"), wanted=lambda choice: choice.model == 1)
+    assert found is not None and found.hours == 12
+    row = found.recommended
+    assert found.days(row) == 0.5 and report.cost(found, row, 2.0) == 12 * 2 * 2
+    assert found.tokens(row) == pytest.approx(12 * 3600 * found.tokens_per_second(row))
+    text = "\n".join(report.lines(found, price=2.0))
+    assert ", 12 hours, on 2 x h100" in text and f"in 12 hours: {found.tokens(row):,} tokens" in text
+    given = planner.find(
+        load_config("pile_150m", ["train.hours=12", "train.tokens=null", "train.steps=10"]), 2, found.hardware
+    )
+    assert given is not None and given.hours is None and given.tokens(given.rows[0]) == 10 * 208 * 2048
+
+
 def test_the_command_starts_so_many_cards() -> None:
     config, card = load_config("pile_150m", ["train.global_batch=192"]), load_hardware("h100")
     several = ["lightnet launch", "launch.nodes=3 launch.gpus_per_node=8"]
@@ -273,8 +288,8 @@ ROW = {
     "cost": (float, type(None)),
 }  # fmt: skip
 TOP = {
-    "name": str, "parameters": int, "precision": str, "tokens": int, "tokens_per_step": int, "gpus": int, "gpu": dict,
-    "price": (float, type(None)), "layouts": list, "recommended": dict, "configured": dict,
+    "name": str, "parameters": int, "precision": str, "tokens": int, "hours": (float, type(None)), "tokens_per_step": int,
+    "gpus": int, "gpu": dict, "price": (float, type(None)), "layouts": list, "recommended": dict, "configured": dict,
 }  # fmt: skip
 
 
