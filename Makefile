@@ -56,7 +56,7 @@ image-peers: install  ## both beside a linear probe and ordinary attention, trai
 pixels: fashion-mnist  ## a diffusion model of the same pictures, and how far its samples are: runs/fashion_mnist_pixels/report.html
 	$(BIN)/lightnet train diffuse/fashion_mnist train.resume=auto
 	$(BIN)/lightnet sample runs/fashion_mnist_pixels --sampler ddim --output runs/fashion_mnist_pixels/plain.png
-	$(BIN)/lightnet sample runs/fashion_mnist_pixels --sampler ddim --guidance 2 --output runs/fashion_mnist_pixels/guided.png
+	$(BIN)/lightnet sample runs/fashion_mnist_pixels --sampler ddim --guidance 1.5 --output runs/fashion_mnist_pixels/guided.png
 	$(BIN)/python benchmarks/vision_samples.py runs/fashion_mnist_pixels --features runs/fashion_mnist
 	$(BIN)/lightnet report runs/fashion_mnist_pixels
 

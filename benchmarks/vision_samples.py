@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--reference", help="As of lightnet sample. [default: the held-out split of the run's data]")
     parser.add_argument("--per-class", type=int, default=50)
     parser.add_argument("--steps", type=int, default=50, help="Of DDIM.")
-    parser.add_argument("--guidance", type=float, action="append", help="[default: 1 and 2]")
+    parser.add_argument("--guidance", type=float, action="append", help="[default: 1 and 1.5]")
     parser.add_argument("--weights", choices=["trained", "ema"], help="[default: ema where the run keeps one]")
     parser.add_argument("--output", type=Path, help="The table as JSON.")
     given = parser.parse_args()
@@ -86,7 +86,7 @@ def main() -> None:
     floor = compare(net, look(net, batches(pixels)), real)
     rows = []
     for checkpoint in checkpoints:
-        for guidance in given.guidance or [1.0, 2.0]:
+        for guidance in given.guidance or [1.0, 1.5]:
             rows.append(drawn_row(checkpoint, given, guidance, net, real, given.weights))
             shown = {k: round(v, 4) for k, v in rows[-1].items() if isinstance(v, (int, float))}
             print(json.dumps(shown), flush=True)

@@ -246,7 +246,8 @@ def compare(net: FeatureNet, drawn: Look, real: Look) -> dict[str, Any]:
         names = ("frechet_distance", "spatial_frechet_distance", "class_score")
     score: tuple[float | None, float | None] = (None, None)
     if drawn.probabilities:
-        score = class_score(torch.cat(drawn.probabilities))
+        given = torch.cat(drawn.probabilities)  # drawn class by class, perhaps: a split of one class says nothing
+        score = class_score(given[torch.randperm(len(given), generator=torch.Generator().manual_seed(0))])
     fewest = min(drawn.moments.count, real.moments.count)
     if fewest <= NEIGHBOUR:
         raise UserError(f"{fewest} images are too few to compare; draw {NEIGHBOUR + 1} or more (--per-class)")

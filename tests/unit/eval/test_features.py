@@ -104,6 +104,10 @@ def test_scripted_nets(tmp_path: Path) -> None:
     found = compare(net, look(net, batches(images)), look(net, batches(images)))
     assert found["fid"] < 1e-6 and found["sfid"] is None and found["precision"] == found["recall"] == 1.0
     assert found["inception_score"] > 0 and found["images"] == found["reference_images"] == 40
+    shares = torch.eye(4).repeat_interleave(25, 0)  # class by class, and all sure: nearly as many classes as there are
+    sorted_look = look(net, batches(pixels(100)))
+    sorted_look.probabilities = [shares]
+    assert compare(net, sorted_look, look(net, batches(images)))["inception_score"] > 3
     with pytest.raises(UserError, match="3 images are too few to compare"):
         compare(net, look(net, batches(images[:3])), look(net, batches(images)))
 

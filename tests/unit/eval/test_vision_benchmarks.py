@@ -46,7 +46,7 @@ def test_distances_of_a_runs_checkpoints(runs: tuple[Path, Path, str], tmp_path:
     monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "x.json")])
     script("vision_samples").main()
     facts = json.loads((tmp_path / "x.json").read_text())
-    assert [(row["step"], row["guidance"], row["images"]) for row in facts["rows"]] == [(7, 1.0, 12), (7, 2.0, 12)]
+    assert [(row["step"], row["guidance"], row["images"]) for row in facts["rows"]] == [(7, 1.0, 12), (7, 1.5, 12)]
     assert facts["rows"][0]["frechet_distance"] > facts["training_images"]["frechet_distance"] > 0
     assert (denoiser / "distances.png").read_bytes().startswith(b"\x89PNG")
 
