@@ -144,6 +144,8 @@ def check(config: RunConfig) -> dict[str, Any]:
     if isinstance(samples, LatentSamples):  # of the manifest, not of the shards: other factors are other data
         scale, shift = samples.scaling_factor, samples.shift_factor
         latents = {"latents": {"scaling_factor": scale, "shift_factor": shift, "shape": samples.stored_shape}}
+    if config.model.head == "denoiser" and config.diffusion.prediction != "noise":  # weights mean something else
+        latents["prediction"] = config.diffusion.prediction
     return {
         "samples": len(samples),
         "kind": samples.kind,

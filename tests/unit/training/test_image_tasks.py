@@ -14,6 +14,7 @@ from lightnet_data.image_dataset import LatentSamples
 from PIL import Image
 
 from lightnet_llm.config import RunConfig, load_config, validate
+from lightnet_llm.config.images import DiffusionConfig
 from lightnet_llm.errors import UserError
 from lightnet_llm.models import build_model, diffusion, initialize
 from lightnet_llm.models.classifier import hits
@@ -62,6 +63,9 @@ def test_grey_images_are_one_channel(tmp_path: Path) -> None:
             run(head, data={"path": folder}, augmentation=given, model={**MODEL, "head": head, "image": {**image, **c}})
             for c in ({"channels": 1}, {})
         )
+        other = grey.model_copy(update={"diffusion": DiffusionConfig(prediction="velocity")})
+        differ = image_data.check(grey) != image_data.check(other)  # so that neither is resumed as the other
+        assert differ == (head == "denoiser")
         mine, its = (image_data.open_split(folder, "train", config, training) for config in (grey, colour))
         assert mine[5]["image"].shape == (1, 16, 12) and its[5]["image"].shape == (3, 16, 12)
         luma = Image.fromarray(its[5]["image"].transpose(1, 2, 0)).convert("L")
