@@ -80,8 +80,7 @@ def choose_backend(backend: str, query: Tensor, **request: Any) -> str:
     """Resolve "auto" for these inputs; `request` as for `triton_scan.unsupported`."""
     check_backend("additive_scan", backend, ("auto", *_BACKENDS, "triton"))
     if backend == "auto":
-        # Bidirectional kernels have run on a card in a few shapes only: they are for those who name them.
-        if query.device.type != "cuda" or query.shape[1] == 1 or not request["causal"]:
+        if query.device.type != "cuda" or query.shape[1] == 1:
             return "torch"
         triton = _triton()
         return "torch" if triton is None or _unsupported(triton, query, request) else "triton"
@@ -143,8 +142,8 @@ def additive_scan(
         bidirectional call with coordinates it is coordinate 0, and such states are merged without theta.
     exchange: sequence parallelism, see `ScanExchange`.
     backend: "auto", "reference" (O(N^2 D), the specification), "torch" or "triton" (GPU; without decay, and causally
-        without key_mask; inputs bfloat16, float16 or float32, the same for all three). "auto" is "triton" for causal
-        calls on a GPU where it does the case, else "torch". "triton" does not wait for the device, unless cu_seqlens
+        without key_mask; inputs bfloat16, float16 or float32, the same for all three). "auto" is "triton" on a GPU
+        where it does the case, else "torch". "triton" does not wait for the device, unless cu_seqlens
         lies there: keep it on the CPU.
 
     Returns the output [B, N, H, Dv] in value's dtype (0 at masked tokens), or (output, state).

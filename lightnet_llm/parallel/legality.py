@@ -155,5 +155,7 @@ def legal_layout(config: RunConfig, world: int) -> Layout:
         f"legal on {world} ranks: {', or '.join(near)}" if near else f"no layout of this run is legal on {world} ranks"
     )
     below = world // own.model * own.model
-    ranks = f"; or use {f'{below} or ' if below else ''}{below + own.model} ranks" if world % own.model else ""
+    counts = [below, below + own.model] if world % own.model else []
+    legal = [str(count) for count in counts if count and problem(config, own, count) is None]
+    ranks = f"; or use {' or '.join(legal)} ranks" if legal else ""
     raise UserError(f"{wrong}; {way}{ranks}", shared=True)

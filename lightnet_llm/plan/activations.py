@@ -2,7 +2,7 @@
 
 Written down from what autograd saves with the Triton kernels: `tests/unit/plan/test_activations.py` runs the model on tensors
 without storage, counts every saved storage once, and asks for the same number of bytes. Scans that run in PyTorch on a GPU
-(bidirectional, `decay: independent`) are fitted to the same count, within 2 %.
+(`decay: independent`) are fitted to the same count, within 2 %.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK = 64  # tokens for which the scan, and MD-TPE, keep one state
 TILE = 64  # of MD-TPE: chunks a kept state
 LOSS_CHUNK = 4096  # tokens of which the loss holds logits at once
 # Bytes a token and feature of a scan in PyTorch, which works in float32.
-TORCH_CAUSAL, TORCH_GAIN, TORCH_BIDIRECTIONAL, TORCH_ANGLES = 16, 8, 20, 16
+TORCH_CAUSAL, TORCH_GAIN, TORCH_BIDIRECTIONAL, TORCH_ANGLES, TORCH_WEIGHT = 16, 8, 20, 16, 12
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Work:
     @property
     def fused(self) -> bool:
         """Whether the scan has Triton kernels that `auto` chooses."""
-        return self.model.causal and self.model.decay == "shared" and self.model.mixer == "lightnet"
+        return self.model.decay == "shared" and self.model.mixer == "lightnet"
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,9 @@ def _scan(work: Work) -> Kept:
     received = work.states * work.rows * heads * (rows * width + 2 * width) * 4
     if model.mixer == "softmax":
         return Kept(3 * work.tokens * features * work.element + 4 * work.tokens * heads, 0)
+    if work.fused and not model.causal:  # one state a sequence
+        states = work.rows * heads * (rows * width * work.element + 2 * width * 4)
+        return Kept(3 * work.tokens * features * work.element + angles, states + received)
     if work.fused:
         states = blocks * heads * (rows * width * work.element + 3 * width * 4 + 4)
         if model.lrpe:
@@ -153,7 +156,11 @@ def _scan(work: Work) -> Kept:
         if model.lrpe:  # the last states are turned in float64
             states += work.rows * heads * rows * width * 8
         return Kept(each * packed + angles, states + received)
-    each = TORCH_BIDIRECTIONAL + (TORCH_ANGLES if model.lrpe else 0)
+    each = (
+        TORCH_BIDIRECTIONAL
+        + (TORCH_ANGLES if model.lrpe else 0)
+        + (TORCH_WEIGHT if model.decay == "independent" else 0)
+    )
     tables = 16 * work.length * features if model.lrpe else 0
     return Kept(each * work.tokens * features + tables + angles, work.rows * heads * rows * width * 4 + received)
 

@@ -87,8 +87,9 @@ def _scan(work: Work, hardware: Hardware) -> float:
         return flop / (0.5 * hardware.gemm_flop_s(flop))
     width = -(-model.head_width // LANE) * LANE if work.fused else model.head_width
     rate = (hardware.scan_lrpe_s if model.lrpe else hardware.scan_s) if work.fused else hardware.scan_torch_s
-    extra = 2.0 if work.states else 1.0  # sequence parallelism reads keys and values once more each way
-    return rate * work.tokens * work.heads * width * (1.0 + 0.25 * (extra - 1.0))
+    # Sequence parallelism reads keys and values once more each way, but for the causal kernels.
+    extra = 0.25 if work.states and not (work.fused and model.causal) else 0.0
+    return rate * work.tokens * work.heads * width * (1.0 + extra)
 
 
 def _elementwise(work: Work, hardware: Hardware) -> float:

@@ -112,7 +112,7 @@ def training_batches(config: RunConfig, budget: Budget, rank: int, size: int, st
         batch_sampler=sampler,
         collate_fn=task.collate,
         num_workers=config.data.workers,
-        pin_memory=False,
+        pin_memory=torch.cuda.is_available(),  # else copies to a card wait for it
         persistent_workers=False,
         generator=torch.Generator(),  # else each start would draw from the process's own
     )

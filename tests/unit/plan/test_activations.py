@@ -47,6 +47,8 @@ def predicted(work: Work, every: int = 0) -> int:
         ({"tie_embeddings": False}, 2, 129, 2),
         ({"width": 144, "heads": 2}, 2, 129, 2),  # head width 72
         ({"width": 48, "heads": 2, "glu_width": 31}, 1, 1, 2),  # padded GLU
+        ({"causal": False}, 2, 300, 2),
+        ({"causal": False, "lrpe": False}, 3, 65, 1),
     ],
 )
 def test_kept_bytes_are_exact(changes: dict[str, Any], rows: int, length: int, tensor: int, dtype: torch.dtype) -> None:
@@ -85,8 +87,8 @@ def test_presets_at_full_size(name: str) -> None:
     [
         {"decay": "independent"},
         {"decay": "independent", "lrpe": False},
-        {"causal": False},
-        {"causal": False, "lrpe": False},
+        {"decay": "independent", "causal": False},
+        {"decay": "independent", "causal": False, "lrpe": False},
     ],
 )
 def test_scans_in_pytorch(changes: dict[str, Any], rows: int, length: int, dtype: torch.dtype) -> None:
