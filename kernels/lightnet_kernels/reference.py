@@ -26,6 +26,7 @@ def causal_scan(
     initial: ScanState,
     continued: bool,
     need_output: bool = True,
+    need_state: bool = True,
 ) -> tuple[Tensor | None, ScanState]:
     """See `scan.additive_scan`; inputs are in the computing dtype."""
     phi, mass, gain = _parts(query, key, decay, activation)

@@ -239,7 +239,9 @@ def additive_scan(
                 before = _received("prefix", exchange.prefix(local), sequences, query, value, theta, state_dtype)
                 initial = before if initial_state is None else merge_states(initial, before, common["theta"])
             continued = initial_state is not None or exchange is not None
-            output, state = module.causal_scan(*operands, **common, initial=initial, continued=continued)
+            output, state = module.causal_scan(
+                *operands, **common, initial=initial, continued=continued, need_state=return_state
+            )
         else:
 
             def combine(local: ScanState) -> ScanState:

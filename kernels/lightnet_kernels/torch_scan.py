@@ -52,8 +52,9 @@ def causal_scan(
     initial: ScanState,
     continued: bool,
     need_output: bool = True,
-) -> tuple[Tensor | None, ScanState]:
-    """See `scan.additive_scan`; inputs are in the computing dtype."""
+    need_state: bool = True,
+) -> tuple[Tensor | None, ScanState | None]:
+    """See `scan.additive_scan`; inputs are in the computing dtype. What is not needed may be None."""
     # Training goes through the chunks, so that every parameter is part of the graph (theta is not, in one step).
     trains_theta = theta is not None and theta.requires_grad and torch.is_grad_enabled()
     if key.shape[1] == 1 and cu_seqlens is None and key_mask is None and not trains_theta:
@@ -77,6 +78,8 @@ def causal_scan(
             phi = F.silu(q) if activation else q
             packed = _redo(packed, phi, mass, gain, v, theta, held_kv, held_sum, frame)
         output = layout.unpack_heads(packed)
+    if not need_state:
+        return output, None
 
     scale = scale_between(frame.last_unit, frame.last_max.double())
     wide = scale if theta is None else scale.repeat(1, 1, 2)

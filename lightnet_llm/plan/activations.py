@@ -153,8 +153,6 @@ def _scan(work: Work) -> Kept:
     if model.causal:
         each = TORCH_CAUSAL + (TORCH_GAIN if model.decay == "independent" else 0)
         states = (blocks + work.rows) * heads * (rows * width + width) * 4
-        if model.lrpe:  # the last states are turned in float64
-            states += work.rows * heads * rows * width * 8
         return Kept(each * packed + angles, states + received)
     each = (
         TORCH_BIDIRECTIONAL
