@@ -1,4 +1,4 @@
-"""docs/data.md, images.md and bidirectional.md: every command is one that the command line takes, the YAML file one that prep reads."""
+"""docs/data.md, images.md, bidirectional.md: every command is one that the command line takes, the YAML one that prep reads."""
 
 import re
 import shlex
