@@ -26,7 +26,9 @@ class ScanExchange(Protocol):
 
     States with LRPE are merged with `merge_states(left, right, theta)` in `prefix`, and without theta in `total`,
     because bidirectional calls put all ranks on one origin. With `cu_seqlens` a state holds every local segment: the
-    exchange knows which of them continue from another rank, and returns the identity for the rest.
+    exchange knows which of them continue from another rank, and returns the identity for the rest. What a method is given
+    is only to be merged into what it returns elsewhere: in float32 its gradient is lost where earlier ranks' keys lie 80
+    nats above.
     """
 
     def prefix(self, state: ScanState) -> ScanState:

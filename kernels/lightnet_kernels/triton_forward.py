@@ -82,7 +82,7 @@ def fill_moves(
 ):  # fmt: skip
     """cos and sin [2 + 2 sequences, H, D] of moves by a full span (rows 0 and 1) and by each sequence's last one (cos of
     all, then sin of all), in float64 until they are stored. One program a (move, head)."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     col = tl.arange(0, DP)
     tokens = tl.cast(span, tl.int64)
     if row > 0:

@@ -26,10 +26,10 @@ from .triton_tables import Tables
 
 
 class StateGrads(NamedTuple):
-    """Gradients of the final state, and the state itself."""
+    """Gradients of the final state, and the state itself (kv for theta's gradient alone)."""
 
     max: Tensor
-    kv: Tensor
+    kv: Tensor | None
     grad_sum: Tensor
     grad_kv: Tensor
 

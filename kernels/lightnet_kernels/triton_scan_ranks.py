@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from .state import ScanState
 from .triton_launch import compiled_together
@@ -79,7 +80,11 @@ class _Pass:
     def __init__(self, bounds: tuple[int, ...] | None, silu: bool):
         self.bounds, self.silu = bounds, silu
         self.own: tuple[Any, ...] | None = None  # forward, what `_own` left
-        self.asked: tuple[Any, ...] | None = None  # backward, what `_ask` left
+        self.asked: tuple[Any, ...] | None = None  # backward, what `_ask` left, until the pass ends
+
+    def forget(self) -> None:
+        """A pass may end without gradients of keys: the next one must not take what this one asked."""
+        self.asked = None
 
 
 class _Own(torch.autograd.Function):
@@ -87,19 +92,35 @@ class _Own(torch.autograd.Function):
     def forward(ctx: Any, pass_: _Pass, key: Tensor, value: Tensor, theta: Tensor | None) -> tuple[Tensor, ...]:
         top, total, kv, *pass_.own = _replay_own(key, value, theta, pass_.bounds)
         ctx.pass_ = pass_
-        ctx.save_for_backward(top, kv)
+        ctx.save_for_backward(key, value, theta, top, kv if ctx.needs_input_grad[3] else None)
         ctx.mark_non_differentiable(top)
         return top, total, kv
 
     @staticmethod
     def backward(ctx: Any, _: Any, grad_sum: Tensor, grad_kv: Tensor) -> tuple[Any, ...]:
         asked, ctx.pass_.asked = ctx.pass_.asked, None
-        if asked is None:
-            raise RuntimeError("additive_scan: with an exchange the loss must depend on the scan's own output")
-        final = (*ctx.saved_tensors, grad_sum.contiguous(), grad_kv.contiguous())
+        key, value, theta, *final = ctx.saved_tensors
+        grads = (grad_sum.contiguous(), grad_kv.contiguous())
+        if asked is None:  # the loss depends on other ranks' outputs alone
+            return None, *_of_the_state(key, value, theta, ctx.pass_.bounds, grads)
         grad_key, *arguments = asked
-        grad_value, grad_theta = _replay_answer(*arguments, grad_key, *final, ctx.pass_.bounds, ctx.pass_.silu)
+        grad_value, grad_theta = _replay_answer(*arguments, grad_key, *final, *grads, ctx.pass_.bounds, ctx.pass_.silu)
         return None, grad_key, grad_value, grad_theta
+
+
+def _of_the_state(
+    key: Tensor, value: Tensor, theta: Tensor | None, bounds: tuple[int, ...] | None, grads: tuple[Tensor, Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of key, value and theta from those of the rank's own state alone."""
+    from .triton_ops import causal_state
+
+    key, value = (x.detach().requires_grad_() for x in (key, value))
+    theta = None if theta is None else theta.detach().requires_grad_()
+    with torch.enable_grad():
+        state = causal_state(key, value, theta, None if bounds is None else list(bounds))
+    leaves = [key, value, *(() if theta is None else (theta,))]
+    found = torch.autograd.grad((state.sum, state.kv), leaves, grads)
+    return (*found, None) if theta is None else found
 
 
 class _Outputs(torch.autograd.Function):
@@ -114,7 +135,8 @@ class _Outputs(torch.autograd.Function):
         blocks, _, _, _, *angles = own
         output, *units = _replay_outputs(query, key, value, theta, *start, *own, pass_.bounds, pass_.silu)
         ctx.pass_ = pass_
-        ctx.save_for_backward(query, key, value, theta, start[0], start[2], blocks, *units, *angles)
+        moved = start[2] if ctx.needs_input_grad[4] else None  # theta's gradient alone reads it
+        ctx.save_for_backward(query, key, value, theta, start[0], moved, blocks, *units, *angles)
         return output
 
     @staticmethod
@@ -123,12 +145,15 @@ class _Outputs(torch.autograd.Function):
             raise RuntimeError(
                 "additive_scan with an exchange has no second derivative; use backend='torch', which has"
             )
-        query, key, value, theta, top, kv, *found = ctx.saved_tensors
+        # Detached: what waits in the pass for its other half must not hold the graph that holds the pass.
+        query, key, value, theta, top, kv, *found = (None if x is None else x.detach() for x in ctx.saved_tensors)
         pass_ = ctx.pass_
         of_query, of_sum, of_kv, grad_key, *asked = _replay_ask(
             grad, query, key, value, theta, top, *found, pass_.bounds, pass_.silu
         )
-        pass_.asked = (grad_key, grad, query, key, value, theta, top, kv, *found, *asked)
+        if ctx.needs_input_grad[8]:
+            pass_.asked = (grad_key, grad, query, key, value, theta, top, kv, *found, *asked)
+            Variable._execution_engine.queue_callback(pass_.forget)
         return None, of_query, None, None, None, None, of_sum, of_kv, None
 
 
@@ -239,18 +264,19 @@ _replay_ask = replayed(_run_ask, _sizes_of_grads, shared=True)
 
 
 def _answer(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, theta: Tensor | None, top0: Tensor, kv0: Tensor,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, theta: Tensor | None, top0: Tensor, kv0: Tensor | None,
     kv: Tensor, enter: Tensor, leave: Tensor, mass: Tensor, flag: Tensor, cos: Any, sin: Any, turn: Any,
     held: Tensor, x: Tensor, later: Tensor | None, own: Tensor, torque: Tensor | None, grad_key: Tensor,
-    top: Tensor, last: Tensor, grad_sum: Tensor, grad_kv: Tensor, bounds: Any, silu: bool,
+    top: Tensor, last: Tensor | None, grad_sum: Tensor, grad_kv: Tensor, bounds: Any, silu: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of value and theta, and into `grad_key` of key. `top`, `last`: max and kv of the rank's own state."""
+    """Gradients of value and theta, and into `grad_key` of key. `top`, `last`: max and kv of the rank's own state, and
+    `kv0` of the initial one: None where theta's gradient is not asked for."""
     shape, table = _sizes(query, value, theta, bounds, silu)
     found, final = Blocks(kv, enter, leave, mass, flag, cos, sin, turn), StateGrads(top, last, grad_sum, grad_kv)
     query, key, value, grad = rows_of(query), rows_of(key), rows_of(value), rows_of(grad)
     grad_value = torch.empty_like(value, memory_format=torch.contiguous_format)
     if not table.blocks.shape[0] or not shape.heads:
-        return grad_value, None if theta is None else torch.zeros_like(theta)
+        return grad_value, None if theta is None or kv0 is None else torch.zeros_like(theta)
     asked = Asked(x, grad_key if later is None else later, own, torque)
     last_kv, last_pressure = asked_at_the_end(final, shape, table, found)
     move_span_grads(held, theta, shape, table, found, last_kv)
@@ -258,6 +284,8 @@ def _answer(
     chain_grads(asked, grad, shape, table, found, block_grads, held, None, FROM=1, BLOCKS=1, TO=0)
     pressure = scan_pressure(asked, shape, table, found, last_pressure, None)
     answer(asked, pressure, block_grads, grad, query, key, value, grad_key, grad_value, shape, table, found, silu)
+    if kv0 is None:
+        return grad_value, None
     return grad_value, theta_grad(theta, asked, shape, table, final, (top0, kv0))
 
 

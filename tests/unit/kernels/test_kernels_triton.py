@@ -148,6 +148,41 @@ def test_ranks(case, monkeypatch):
 
 
 @inside
+def test_gradients_of_some_ranks_and_inputs():
+    """Passes that ask for less leave nothing behind: for the query alone, for one rank's output, with frozen keys."""
+    inputs = make(1, 24, 1, 8, 6)
+    leaves = {name: x.float().requires_grad_() for name, x in inputs.items()}
+    wanted = {name: x.double().requires_grad_() for name, x in inputs.items()}
+    exact = additive_scan(**wanted, backend="torch")
+
+    def parts(given):
+        line, outputs = table.Line(given["theta"], 1), []
+        for rank in (0, 1):
+            line.continues = rank > 0
+            part = {name: x[:, 12 * rank :][:, :12] for name, x in given.items() if name != "theta"}
+            outputs.append(additive_scan(**part, theta=given["theta"], exchange=line, backend="triton"))
+        return outputs
+
+    def compare(actual, expected, names):
+        for name, one, two in zip(names, actual, expected, strict=True):
+            assert relative(one, two) < 1e-5, name
+
+    first, last = parts(leaves)
+    names = list(leaves)
+    found = torch.autograd.grad(first.sum(), [leaves["query"]], retain_graph=True)
+    compare(found, torch.autograd.grad(exact[:, :12].sum(), [wanted["query"]], retain_graph=True), ["query"])
+    for _ in range(2):  # the first rank's output takes no part
+        found = torch.autograd.grad(last.sum(), list(leaves.values()), retain_graph=True)
+        compare(found, torch.autograd.grad(exact[:, 12:].sum(), list(wanted.values()), retain_graph=True), names)
+    frozen = {name: x.detach().requires_grad_(name == "query") for name, x in leaves.items()}
+    found = torch.autograd.grad(torch.cat(parts(frozen), 1).sum(), [frozen["query"]])
+    compare(found, torch.autograd.grad(exact.sum(), [wanted["query"]], retain_graph=True), ["query"])
+    fixed = {name: x.detach().requires_grad_(name != "theta") for name, x in leaves.items()}
+    found = torch.autograd.grad(torch.cat(parts(fixed), 1).sum(), [fixed[name] for name in names[:3]])
+    compare(found, torch.autograd.grad(exact.sum(), [wanted[name] for name in names[:3]]), names[:3])
+
+
+@inside
 def test_operators():
     leaves = {name: x.float().requires_grad_() for name, x in make(1, 70, 1, 24, 20).items()}
 
