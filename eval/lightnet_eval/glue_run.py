@@ -18,7 +18,7 @@ from lightnet_data.tokenizer import Tokenizer
 from lightnet_llm.checkpoint.store import resolve, write_text
 from lightnet_llm.config import RunConfig
 from lightnet_llm.errors import UserError
-from lightnet_llm.inference.load import find_tokenizer, load_image_model, read_config
+from lightnet_llm.inference.load import find_tokenizer, load_model_of_head, read_config
 from lightnet_llm.launch.command import environment_for
 from lightnet_llm.launch.hosts import free_port
 from lightnet_llm.models import SequenceClassifier
@@ -187,7 +187,7 @@ class Trainings:
 @torch.no_grad()
 def predict(folder: Path, location: str) -> torch.Tensor:
     """Classes int64 [n] or values fp32 [n] of a split's samples, in stored order, by a run's newest checkpoint."""
-    model, config, _ = load_image_model(folder, SequenceClassifier, "sequence_classifier", None, None, "trained")
+    model, config, _ = load_model_of_head(folder, SequenceClassifier, "sequence_classifier", None, None, "trained")
     task, clock = SentenceTask(config), Clock(0)
     samples, device = task.held_out(location), model.embedding.weight.device
     order = sorted(range(len(samples)), key=lambda i: len(samples[i]["input_ids"]))  # little padding

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightnet_llm.config import RunConfig
-from lightnet_llm.inference.load import load_image_model
+from lightnet_llm.inference.load import load_model_of_head
 from lightnet_llm.models import ImageClassifier
 from lightnet_llm.parallel.clock import Clock
 from lightnet_llm.training.image_data import check_classes
@@ -38,12 +38,12 @@ class LoadedClassifier(NamedTuple):
 def load_classifier(
     path: str | Path, device: str | None = None, dtype: str | None = None, weights: str | None = "trained"
 ) -> LoadedClassifier:
-    """Load a classifier; arguments as of ``load_image_model``.
+    """Load a classifier; arguments as of ``load_model_of_head``.
 
     Raises:
         UserError: no whole checkpoint there, or of another model.
     """
-    model, config, manifest = load_image_model(path, ImageClassifier, "classifier", device, dtype, weights)
+    model, config, manifest = load_model_of_head(path, ImageClassifier, "classifier", device, dtype, weights)
     step, classes = int(manifest.get("state", {}).get("step", 0)), list(manifest.get("data", {}).get("classes", []))
     return LoadedClassifier(model, config, step, classes)
 

@@ -18,7 +18,7 @@ from ..config import RunConfig
 from ..errors import UserError, nearest
 from ..models import Denoiser, diffusion
 from ..models.denoiser import guided
-from .load import load_image_model
+from .load import load_model_of_head
 
 SAMPLERS = ("ddpm", "ddim")
 
@@ -54,7 +54,7 @@ def load_denoiser(
     Raises:
         UserError: no whole checkpoint there, or of another model.
     """
-    model, config, manifest = load_image_model(path, Denoiser, "denoiser", device, dtype, weights)
+    model, config, manifest = load_model_of_head(path, Denoiser, "denoiser", device, dtype, weights)
     names, latents = _trained_on(manifest.get("data", {}), path)
     step = int(manifest.get("state", {}).get("step", 0))
     return LoadedDenoiser(model, config, names, latents, step)

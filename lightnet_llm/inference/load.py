@@ -100,7 +100,7 @@ def _empty_model(
     return allocate(config, place, choose_dtype(dtype, config, place))
 
 
-def load_image_model(
+def load_model_of_head(
     path: str | Path, kind: type[Image], head: str, device: str | None, dtype: str | None, weights: str | None
 ) -> tuple[Image, RunConfig, dict[str, Any]]:
     """A model of one head that is no language model's, its run's configuration and the checkpoint's manifest.
