@@ -110,6 +110,9 @@ def _activations(engine: Any) -> None:
     if parallel.tensor_sequence_parallel:
         tokens //= parallel.tensor
     blocks = [module for module in engine.module.modules() if isinstance(module, Block)]
+    if not blocks:  # a stage of the embedding or the head alone: by measured time there may be one
+        print(f"{SEEN}: 0 blocks", flush=True)
+        return
 
     def look(block: Any, arguments: Any) -> None:
         shape = tuple(arguments[0].shape)
