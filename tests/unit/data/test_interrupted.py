@@ -72,12 +72,12 @@ def killed(arguments: list[object], partial: Path, parts: int, kill: Callable[[i
     """Start a slow preparation and end it once so many parts are done; its exit status."""
     command = [sys.executable, "-c", PREP, "0.02", "prep", *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.time() + 60
+    deadline = time.time() + 200
     while len(list(partial.glob("parts/*.json"))) < parts:
         assert process.poll() is None and time.time() < deadline
         time.sleep(0.01)
     kill(process.pid)
-    return process.wait(60)
+    return process.wait(120)
 
 
 def wait_for_lock(partial: Path) -> None:
