@@ -70,7 +70,7 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def killed(arguments: list[object], partial: Path, parts: int, kill: Callable[[int], None]) -> int:
     """Start a slow preparation and end it once so many parts are done; its exit status."""
-    command = [sys.executable, "-c", PREP, "0.02", "prep", *map(str, arguments)]
+    command = [sys.executable, "-c", PREP, "0.05", "prep", *map(str, arguments)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.time() + 200
     while len(list(partial.glob("parts/*.json"))) < parts:
@@ -301,18 +301,22 @@ def test_a_hundred_shards_with_few_open_files(tmp_path: Path, python_texts: list
 
 
 class Waits(PipelineStep):
-    """The second task fails, others take a minute."""
+    """The second task fails, unless Ctrl-C is to come first; others take a minute."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        if rank == 1:
+        if rank == 1 and self.fails:
             raise DataError("the second")
-        time.sleep(0.5 if rank == 0 else 60)
+        time.sleep(0.5 if rank == 0 and self.fails else 60)
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_an_end_waits_for_no_later_part(interrupted: bool, tmp_path: Path) -> None:
     """After a failure what comes before it in the corpus is waited for; after Ctrl-C nothing is."""
-    executor = LocalExecutor([Waits()], 6, workers=3, logging_dir=str(tmp_path), skip_completed=True)
+    executor = LocalExecutor([Waits(not interrupted)], 6, workers=3, logging_dir=str(tmp_path), skip_completed=True)
     begun, others = time.monotonic(), psutil.Process().children()
     if interrupted:
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
