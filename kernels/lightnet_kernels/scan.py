@@ -190,15 +190,10 @@ def additive_scan(
                 combine=None if alone else whole,
             )
             return (output, _in_dtype(state, torch.float32)) if return_state else output
-        start = initial_state
-        if exchange is not None and initial_state is None and not return_state:
-            return _with_earlier_ranks(query, key, value, activation == "silu", theta, cu_seqlens, exchange)
         if exchange is not None:
-            bounds = check_cu_seqlens("additive_scan", cu_seqlens, query.shape[0], query.shape[1])
-            local = triton.ops.causal_state(key, value, theta, bounds)
-            start = _received("prefix", exchange.prefix(local), sequences, query, value, theta, torch.float32)
-            if initial_state is not None:
-                start = merge_states(_in_dtype(initial_state, torch.float32), start, theta)
+            return _of_a_rank(
+                query, key, value, activation == "silu", theta, cu_seqlens, initial_state, return_state, exchange
+            )
         output, state = triton.ops.causal_scan(  # cu_seqlens is checked inside, where torch.compile does not look
             query,
             key,
@@ -206,7 +201,7 @@ def additive_scan(
             activation=activation == "silu",
             theta=theta,
             cu_seqlens=cu_seqlens,
-            initial=start,
+            initial=initial_state,
             return_state=return_state,
         )
         return (output, state) if return_state else output
@@ -257,25 +252,33 @@ def additive_scan(
 
 
 @torch.compiler.disable
-def _with_earlier_ranks(
+def _of_a_rank(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     silu: bool,
     theta: Tensor | None,
     cu_seqlens: Tensor | None,
+    initial: ScanState | None,
+    return_state: bool,
     exchange: ScanExchange,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, ScanState]:
     """The causal scan by Triton of one of several ranks."""
     from . import triton_ops, triton_scan_ranks
 
     bounds = check_cu_seqlens("additive_scan", cu_seqlens, query.shape[0], query.shape[1])
     sequences = query.shape[0] if bounds is None else len(bounds) - 1
+    after: list[ScanState] = []
 
     def prefix(local: ScanState) -> ScanState:
-        return _received("prefix", exchange.prefix(local), sequences, query, value, theta, torch.float32)
+        before = _received("prefix", exchange.prefix(local), sequences, query, value, theta, torch.float32)
+        if initial is not None:
+            before = merge_states(_in_dtype(initial, torch.float32), before, theta)
+        if return_state:
+            after.append(merge_states(before, local, theta))
+        return before
 
-    return triton_scan_ranks.causal_scan(
+    output = triton_scan_ranks.causal_scan(
         query,
         key,
         value,
@@ -285,6 +288,7 @@ def _with_earlier_ranks(
         lengths=triton_ops.lengths(*key.shape[:2], None if bounds is None else tuple(bounds), key.device),
         prefix=prefix,
     )
+    return (output, after[0]) if return_state else output
 
 
 def _combined(

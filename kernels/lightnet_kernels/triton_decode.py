@@ -58,7 +58,7 @@ def enter_block(
         imag = tl.zeros((DB, VB), tl.float32)
         for start in range(0, BLOCK, TOGETHER):  # outer products of some tokens at once: each turn waits for memory
             r = start + tl.arange(0, TOGETHER)[:, None]
-            some = (r >= 0) & inside[None, :]
+            some = inside[None, :]
             keys = tl.load(keys_ptr + r * D + col[None, :], mask=some, other=0.0).to(tl.float32)
             mass = tl.exp(keys - top[None, :])
             value = tl.load(values_ptr + r * V + vcol[None, :], mask=(vcol < V)[None, :], other=0.0).to(tl.float32)

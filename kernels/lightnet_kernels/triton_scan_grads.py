@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import triton_backward as kernels
+from . import triton_backward_states as state_kernels
 from .triton_launch import launch
 from .triton_parts import BLOCK
 from .triton_scan import (
@@ -86,9 +87,9 @@ def move_span_grads(
     held: Tensor, theta: Tensor | None, shape: Shape, table: Tables, found: Blocks, last: Tensor | None,
     first: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`triton_backward.scan_span_grads`; `first` is asked for with TOTAL."""
+    """`triton_backward_states.scan_span_grads`; `first` is asked for with TOTAL."""
     arguments = shape.of_states()
-    launch(kernels.scan_span_grads, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["BD"])))(
+    launch(state_kernels.scan_span_grads, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["BD"])))(
         table.span_ranges, table.spans, held, found.enter, found.leave, span_moves(theta, table), last, first,
         shape.heads, BT=BLOCK, FINAL=last is not None, TOTAL=first is not None, **arguments,
     )  # fmt: skip
@@ -97,9 +98,9 @@ def move_span_grads(
 def scan_pressure(
     asked: Asked, shape: Shape, table: Tables, found: Blocks, last: Tensor | None, pushed: Tensor | None
 ) -> Tensor:
-    """`triton_backward.scan_pressure`: what comes after each block; `pushed` is written where given."""
+    """`triton_backward_states.scan_pressure`: what comes after each block; `pushed` is written where given."""
     pressure = torch.empty_like(found.mass)
-    launch(kernels.scan_pressure, (table.lengths.shape[0], shape.heads, parts(shape.D, LANES)))(
+    launch(state_kernels.scan_pressure, (table.lengths.shape[0], shape.heads, parts(shape.D, LANES)))(
         table.block_ranges, found.enter, found.leave, asked.own, pressure, last, pushed, shape.heads, D=shape.D,
         DP=LANES, FINAL=last is not None, INITIAL=pushed is not None, **shape.rows_at_once(table),
     )  # fmt: skip
@@ -137,12 +138,12 @@ def theta_grad(
     if final is not None:
         arguments, moves = shape.of_states(), asked.torque[rows - sequences :]
         top0, kv0 = apart or (None, None)
-        launch(kernels.last_moves, (sequences, shape.heads, parts(shape.D, arguments["BD"])))(
+        launch(state_kernels.last_moves, (sequences, shape.heads, parts(shape.D, arguments["BD"])))(
             table.block_ranges, table.lengths, final.kv, final.grad_kv, final.max, kv0, top0, theta, moves, shape.heads,
             BT=BLOCK, APART=apart is not None, **arguments,
         )  # fmt: skip
     total = torch.empty(shape.heads, shape.D, device=theta.device)
-    launch(kernels.sum_rows, (parts(columns, LANES),))(
+    launch(state_kernels.sum_rows, (parts(columns, LANES),))(
         asked.torque, total, rows, columns, ROWS=128, COLUMNS=LANES, num_warps=8
     )
     return total
@@ -203,10 +204,10 @@ def backward(
 
 
 def asked_at_the_end(final: StateGrads, shape: Shape, table: Tables, found: Blocks) -> tuple[Tensor, Tensor]:
-    """`triton_backward.asks_of_last`: kv's and the pressure."""
+    """`triton_backward_states.asks_of_last`: kv's and the pressure."""
     arguments = shape.of_states()
     kv, pressure = torch.empty_like(final.grad_kv), torch.empty_like(final.grad_sum)
-    launch(kernels.asks_of_last, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["BD"])))(
+    launch(state_kernels.asks_of_last, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["BD"])))(
         table.block_ranges,
         found.leave,
         final.max,
@@ -223,9 +224,9 @@ def asked_at_the_end(final: StateGrads, shape: Shape, table: Tables, found: Bloc
 def asked_at_the_start(
     kv: Tensor, pressure: Tensor, top: Tensor, shape: Shape, table: Tables, found: Blocks, final: StateGrads | None
 ) -> None:
-    """`triton_backward.grads_of_first`: to the gradients of kv and sum, in place."""
+    """`triton_backward_states.grads_of_first`: to the gradients of kv and sum, in place."""
     arguments = shape.of_states()
     last = (None, None) if final is None else (final.grad_kv, final.grad_sum)
-    launch(kernels.grads_of_first, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["BD"])))(
+    launch(state_kernels.grads_of_first, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["BD"])))(
         table.block_ranges, found.enter, top, kv, pressure, *last, shape.heads, **arguments
     )

@@ -7,6 +7,7 @@ in a process of its own.
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from lightnet_kernels import triton_tables
 
 from tests.gpu import test_scan as on_card
 
+from . import kernel_oracle as oracle
 from . import triton_table as table
 from .kernel_oracle import make, relative
 
@@ -180,6 +182,41 @@ def test_gradients_of_some_ranks_and_inputs():
     fixed = {name: x.detach().requires_grad_(name != "theta") for name, x in leaves.items()}
     found = torch.autograd.grad(torch.cat(parts(fixed), 1).sum(), [fixed[name] for name in names[:3]])
     compare(found, torch.autograd.grad(exact.sum(), [wanted[name] for name in names[:3]]), names[:3])
+
+
+@inside
+@pytest.mark.parametrize("theta", [True, False])
+def test_ranks_begin_with_a_state_and_give_one(theta):
+    """An initial state, which each of two ranks is given, and the state after the second; gradients of both."""
+    inputs = make(1, 24, 1, 8, 6, theta=theta)
+    start = oracle.random_state(1, 1, 8, 6, lrpe=theta)
+
+    def run(given, state, ranks, backend):
+        line, outputs, bounds = table.Line(given.get("theta"), 1), [], [0, 11, 24] if ranks else [0, 24]
+        for begin, end in pairwise(bounds):
+            line.continues = begin > 0
+            part = {name: x if name == "theta" else x[:, begin:end] for name, x in given.items()}
+            exchange = line if ranks else None
+            output, after = additive_scan(
+                **part, initial_state=state, exchange=exchange, return_state=True, backend=backend
+            )
+            outputs.append(output)
+        return torch.cat(outputs, 1), after
+
+    found = []
+    for dtype, ranks, backend in ((torch.float64, False, "torch"), (torch.float32, True, "triton")):
+        leaves = {name: x.to(dtype).requires_grad_() for name, x in inputs.items()}
+        state = start._replace(
+            max=start.max.to(dtype), sum=start.sum.to(dtype).requires_grad_(), kv=start.kv.to(dtype).requires_grad_()
+        )
+        output, after = run(leaves, state, ranks, backend)
+        asked = [*leaves.values(), state.sum, state.kv]
+        loss = (
+            output.square().sum() + (after.kv / after.sum.repeat(1, 1, after.kv.shape[2] // 8)[..., None]).sin().sum()
+        )
+        found.append([output, *after, *torch.autograd.grad(loss, asked)])
+    for place, (wanted, actual) in enumerate(zip(*found, strict=True)):
+        assert relative(actual.double(), wanted.double()) < 1e-5, place
 
 
 @inside
