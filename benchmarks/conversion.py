@@ -19,41 +19,11 @@ from pathlib import Path
 
 import torch
 
-from lightnet_llm.checkpoint import store
-from lightnet_llm.checkpoint.weights import part_file, write_weights
-from lightnet_llm.config import dump_config
 from lightnet_llm.config.load import load_config
 from lightnet_llm.convert.source import specs_of
-from lightnet_llm.models.layers import padded_size
-from lightnet_llm.models.parameters import shard
 
-
-def write(run: Path, preset: str, tensor: int, stages: int) -> int:
-    """A bf16 checkpoint of random weights, part by part; returns the number of parameters."""
-    config = load_config(preset, ["train.precision=bf16"])
-    specs, place = specs_of(config.model), store.begin(run / "checkpoints", 1)
-    for stage in range(stages):
-        parts: list[dict[str, torch.Tensor]] = [{} for _ in range(tensor)]
-        joins = {}
-        for index, (name, spec) in enumerate(specs.items()):
-            where = int(name.split(".")[1]) * stages // config.model.layers if name.startswith("layers.") else 0
-            if stage != (stages - 1 if name.startswith(("norm", "head")) else where):
-                continue
-            full = spec.init(torch.Generator().manual_seed(index), spec.shape)
-            full = full if spec.keep_fp32 else full.bfloat16()
-            shape = list(spec.shape)
-            if spec.partition_dim is not None:
-                multiple = 128 * tensor if name in ("embedding.weight", "head.weight") else tensor
-                shape[spec.partition_dim] = padded_size(shape[spec.partition_dim], multiple) // tensor
-            for rank in range(tensor):
-                parts[rank][name] = shard(full, spec, tuple(shape), rank).clone(memory_format=torch.contiguous_format)
-            joins[name] = {"dim": spec.partition_dim, "shape": list(spec.shape)}
-        for rank in range(tensor):
-            write_weights(part_file(place, stage, rank), parts[rank], joins, rank, tensor)
-    (place / "config.yaml").write_text(dump_config(config))
-    layout = {"tensor": tensor, "pipeline": stages, "data": 1, "sequence": 1}
-    store.commit(run / "checkpoints", 1, {"format": 1, "state": {"step": 1}, "layout": layout, "zero_stage": 1})
-    return sum(torch.Size(spec.shape).numel() for spec in specs.values())
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.unit.convert.toy import checkpoint
 
 
 def main() -> None:
@@ -65,7 +35,9 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=8.0, help="GiB")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        parameters = write(Path(folder) / "run", arguments.preset, arguments.tensor, arguments.stages)
+        config = load_config(arguments.preset, ["train.precision=bf16"])
+        checkpoint(Path(folder) / "run", config, arguments.tensor, arguments.stages)  # stage by stage
+        parameters = sum(torch.Size(spec.shape).numel() for spec in specs_of(config.model).values())
         command = [sys.executable, "-m", "lightnet_llm.cli", "convert", f"{folder}/run", f"{folder}/hf", "--to", "hf"]
         start = time.perf_counter()
         done = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, text=True)

@@ -162,14 +162,10 @@ def _train(
     model: Any, samples: ImageSamples, options: VaeOptions, device: torch.device, progress: Callable[[int], Any]
 ) -> list[float]:
     """The losses of all steps."""
+    from diffusers.optimization import get_cosine_schedule_with_warmup
+
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
-    warmup = max(1, round(WARMUP * options.steps))
-
-    def rate(step: int) -> float:
-        rest = (step - warmup) / max(1, options.steps - warmup)
-        return (step + 1) / warmup if step < warmup else 0.5 * (1.0 + math.cos(math.pi * rest))
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    schedule = get_cosine_schedule_with_warmup(optimizer, round(WARMUP * options.steps), options.steps)
     losses: list[float] = []
     for images in _batches(samples, options.batch, options.steps * options.batch):
         images = images.to(device)
