@@ -62,18 +62,16 @@ class Hardware:
     host_step_s: float
     per_node: int
 
-    def __init__(self, key: str, card: str, peak_flop_s: float, figures: dict[str, dict[str, Any]]):
-        self.key, self.card, self.peak_flop_s, self.figures = key, card, peak_flop_s, figures
+    def __init__(self, key: str, card: str, peak_flop_s: float, figures: dict[str, dict[str, Any]], link: str):
+        self.key, self.card, self.peak_flop_s, self.figures, self.link = key, card, peak_flop_s, figures, link
         for name, figure in figures.items():
             if name != "gemm_flop_s" and not name.startswith(("nvlink", "infiniband")):
                 setattr(self, name, figure["value"])
 
     @cached_property
     def nvlink(self) -> Link:
-        """Inside a host: cards without NVLink say so in the source of its figure."""
-        rate = self.figures["nvlink_bytes_s"]
-        name = "PCIe" if "no NVLink" in str(rate.get("source")) else "NVLink"
-        return Link(name, rate["value"], self.figures["nvlink_latency_s"]["value"])
+        """Inside a host; PCIe of cards that have no NVLink."""
+        return Link(self.link, self.figures["nvlink_bytes_s"]["value"], self.figures["nvlink_latency_s"]["value"])
 
     @cached_property
     def infiniband(self) -> Link:
@@ -128,18 +126,19 @@ def _hardware(name: str, found: dict[str, Any], shipped: dict[str, Any]) -> Hard
     entry = found[name]
     own: dict[str, dict[str, Any]] = entry["figures"]
     peak = float(entry["peak_flop_s"]) if "peak_flop_s" in entry else PEAK_FLOPS[entry["peak"]]
-    figures = dict(own)
+    figures, link = dict(own), "NVLink"
     if "like" in entry:
         # A calibrated card is like the shipped one of its own name.
         others = shipped if entry["like"] == name else {**shipped, **found}
         other = _hardware(entry["like"], others, shipped)
+        link = other.link
         copy = own["copy_bytes_s"]["value"] / other.copy_bytes_s if "copy_bytes_s" in own else 1.0
         for key, figure in other.figures.items():
             figures.setdefault(key, _scaled(key, figure, peak / other.peak_flop_s, copy, other.card))
     missing = [key for key in FIGURES if key not in figures]
     if missing:
         raise KeyError(f"no {missing[0]}")
-    return Hardware(name, entry["card"], peak, figures)
+    return Hardware(name, entry["card"], peak, figures, entry.get("link", link))
 
 
 def _scaled(key: str, figure: dict[str, Any], peak: float, copy: float, card: str) -> dict[str, Any]:

@@ -178,8 +178,15 @@ def test_the_command_starts_so_many_cards() -> None:
         assert all(part in told for part in parts) and " train.global_batch=192 " in told, told
 
 
-def test_cards_without_nvlink_do_not_claim_it() -> None:
+def test_cards_without_nvlink_do_not_claim_it(tmp_path: Path) -> None:
+    """Nor once they are calibrated, with a rate of their own."""
     assert load_hardware("l40s").nvlink.name == "PCIe" and load_hardware("h100").nvlink.name == "NVLink"
+    rate = {"value": 2e10, "unit": "bytes a GPU sends per second", "source": "measured", "card": "NVIDIA L40S",
+            "date": "2026-11-28", "assumed": False}  # fmt: skip
+    card = {"card": "NVIDIA L40S", "peak": "L40S", "like": "l40s", "figures": {"nvlink_bytes_s": rate}}
+    (tmp_path / "own.json").write_text(json.dumps({"format": 1, "cards": {"l40s": card}}))
+    own = load_hardware("l40s", tmp_path / "own.json").nvlink
+    assert (own.name, own.bytes_s) == ("PCIe", 2e10)
 
 
 def test_refusals_name_the_limit() -> None:
