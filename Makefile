@@ -82,7 +82,7 @@ sentences: install mini-pile  ## a masked language model, and passages told apar
 	$(BIN)/lightnet report runs/mini_pile
 
 test: install  ## what needs no GPU, no root and no network (some 20 minutes on two cores)
-	$(PYTEST) -m "not slow and not system and not gpu"
+	$(PYTEST) -n 2 --dist loadfile -m "not slow and not system and not gpu"
 
 test-full: install mini-pile eval-data  ## everything that is slow, too, on fetched data; leaves tests/logs/test-full.log
 	@mkdir -p tests/logs
