@@ -14,7 +14,8 @@ from torch._subclasses import FakeTensorMode
 
 pytest.importorskip("triton")
 from lightnet_kernels import triton_replay
-from lightnet_kernels.triton_replay import Recording, replayed
+from lightnet_kernels.recording import Recording
+from lightnet_kernels.triton_replay import replayed
 
 INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INSIDE, reason="run by test_table_under_the_interpreter")
@@ -98,19 +99,20 @@ def test_tensors_go_after_their_last_use():
     x = torch.ones(3)
     run(x), run(x)
     (recording,) = recorded()
-    steps = []
-    for step in recording.steps:
+    alive: list = []
 
-        def watched(*args, do=step[0], **kwargs):
+    def watched(do):
+        def call(*args, **kwargs):
             gc.collect()
             seen.append([ref() is not None for ref in alive])
             out = do(*args, **kwargs)
             alive.append(weakref.ref(out))
             return out
 
-        steps.append((watched, *step[1:]))
-    alive: list = []
-    recording.steps = steps
+        return call
+
+    names = recording.replay.__globals__
+    names.update({name: watched(value) for name, value in names.items() if name[0] == "c"})
     assert run(x).tolist() == [7.0] * 3
     assert seen == [[], [True], [False, True]]
 
