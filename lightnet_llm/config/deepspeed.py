@@ -61,8 +61,9 @@ def deepspeed_config(config: RunConfig, data_parallel: int, sequence_parallel: i
             "allgather_bucket_size": 50_000_000,
         },
     }
-    if config.parallel.tensor_sequence_parallel:
-        # DeepSpeed would cut what passes between stages over tensor-parallel ranks, as if all held the same.
+    if config.parallel.tensor_sequence_parallel or config.model.head == "sequence_classifier":
+        # DeepSpeed would cut what passes between stages over tensor-parallel ranks, as if all held the same, and always
+        # of the first micro-batch's shape.
         derived["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if config.train.precision == "bf16" and effective_zero_stage(config) == 3:
         # Stage 3 keeps all parameters in one buffer of one dtype, but theta and TPE must stay fp32: there the

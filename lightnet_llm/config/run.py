@@ -330,11 +330,14 @@ class RunConfig(Section):
     def _sentences(self) -> "RunConfig":
         given = self.parallel
         if self.model.head == "sequence_classifier":
-            for name in ("pipeline", "sequence", "tensor_sequence_parallel"):
-                if getattr(given, name) > 1 or getattr(given, name) is True:
-                    raise ValueError(
-                        f"parallel.{name}: head: sequence_classifier takes tensor parallelism and ZeRO; leave it out"
-                    )
+            if given.tensor_sequence_parallel:
+                raise ValueError(
+                    "parallel.tensor_sequence_parallel splits rows of one length, sentences have many; leave it out"
+                )
+            if given.pipeline_partition == "time":
+                raise ValueError(
+                    "parallel.pipeline_partition: time measures language models; use parameters or uniform"
+                )
             if self.data.mixture:
                 raise ValueError("data.mixture is of text; give head: sequence_classifier one folder as data.path")
         return self

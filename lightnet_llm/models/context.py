@@ -20,7 +20,7 @@ class ForwardContext:
         coordinates: int [N, axes] positions of a bidirectional model's tokens.
         dropout: key of the dropout masks, None outside training.
         exchange: over sequence-parallel ranks, None on one: ``scan(theta)`` and ``toeplitz(decay)`` give what the two
-            scans take.
+            scans take, ``sum(x)`` what a head sums over all tokens.
         decode: one token a row; states are ``DecodeState`` and ``ToeplitzState``, changed in place and not returned.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,12 +64,12 @@ class SequenceClassifier(Backbone):
         """Classify.
 
         Args:
-            input_ids: integer [B, N].
+            input_ids: integer [B, N]; this rank's columns where the context's exchange shares them.
             context: segments (of which one holds a row's real tokens and others its padding) and dropout. None: rows
                 are padded as ``mask`` says.
             labels: int [B] classes, those below 0 do not count; of a regression float [B], NaN does not count.
-            mask: bool [B, N], true for real tokens, on whichever side; None for no padding. A row without any has
-                the logits of a mean of 0.
+            mask: bool [B, N] of the same columns, true for real tokens, on whichever side; None for no padding. A row
+                without any has the logits of a mean of 0.
 
         Returns:
             logits [B, classes] (of a regression [B, 1], the value), and with labels the mean loss (:func:`sentence_loss`).
@@ -78,23 +79,35 @@ class SequenceClassifier(Backbone):
         hidden, _ = embed(self.embedding, self.tpe, self.layers_set, self.config, ids, context)
         for block in self.layers:
             hidden, _ = block(hidden, context)
-        tokens = self.norm(hidden).view(*input_ids.shape, -1)
-        logits = self.head(mean_of_tokens(tokens, mask), context)
+        logits = classify_rows(self.norm(hidden).view(*input_ids.shape, -1), mask, self.head, context)
         return ClassifierOutput(logits, None if labels is None else sentence_loss(logits, labels))
 
 
-def mean_of_tokens(tokens: Tensor, mask: Tensor | None) -> Tensor:
+def classify_rows(tokens: Tensor, mask: Tensor | None, head: nn.Module, context: ForwardContext) -> Tensor:
+    """Normed activations [B, N, width] to logits [B, classes]; shared by the plain and the pipelined model."""
+    logits: Tensor = head(mean_of_tokens(tokens, mask, context.exchange), context)
+    return logits
+
+
+def mean_of_tokens(tokens: Tensor, mask: Tensor | None, exchange: Any = None) -> Tensor:
     """Mean over the real tokens of each row, summed in fp32 or more.
 
     Args:
         tokens: [B, N, width].
-        mask: bool [B, N], true for real tokens; what is elsewhere, NaN even, does not matter.
+        mask: bool [B, N], true for real tokens; what is elsewhere, NaN even, does not matter. None: all are real.
+        exchange: of a context, over the ranks that share each row's columns, which need a mask.
+
+    Returns:
+        [B, width], on every rank that of whole rows.
     """
     wide = tokens if tokens.dtype == torch.float64 else tokens.float()
     if mask is None:
         return wide.mean(1).to(tokens.dtype)
     total = torch.where(mask[..., None], wide, torch.zeros((), dtype=wide.dtype, device=wide.device)).sum(1)
-    return (total / mask.sum(1, keepdim=True).clamp(min=1)).to(tokens.dtype)
+    count = mask.sum(1, keepdim=True)
+    if exchange is not None:
+        total, count = exchange.sum(torch.cat([total, count.to(total.dtype)], 1)).split([total.shape[1], 1], 1)
+    return (total / count.clamp(min=1)).to(tokens.dtype)
 
 
 def sentence_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -110,3 +123,8 @@ def sentence_loss(logits: Tensor, labels: Tensor) -> Tensor:
     counts = ~torch.isnan(labels)
     wanted = torch.where(counts, labels, torch.zeros((), dtype=labels.dtype, device=labels.device)).to(wide.dtype)
     return (((wide[:, 0] - wanted) ** 2) * counts).sum() / labels.numel()
+
+
+def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Share of rows whose class is the most likely one, fp32 [1]; labels below 0 are no hits."""
+    return (logits.argmax(1) == labels).float().mean()[None]

@@ -2,8 +2,7 @@
 
 Patches and MD-TPE, whose axes are short, are computed whole on every rank; then each takes its part of the tokens in row-major
 order, and the scans exchange states as for text. What all ranks need of all tokens again (the mean of a classifier, a
-denoiser's prediction) is summed over them with the gradient's sum as its adjoint: a loss that every rank computes, averaged
-over the ranks, then has the gradient of one process.
+denoiser's prediction) is summed over them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.nn.functional import all_reduce
 
 from ..models.context import ForwardContext
 from ..models.dropout import DropoutKey
@@ -41,14 +39,13 @@ class ImageExchange(SequenceExchange):
     def mean(self, hidden: Tensor) -> Tensor:
         """This rank's [1, B * w, width] to the mean over all tokens of each image, [B, width], on every rank."""
         rows = hidden.view(self.rows, -1, hidden.shape[-1])[:, : self._own].float()
-        return (all_reduce(rows.sum(1), group=self.place.group) / self.tokens).to(hidden.dtype)
+        return (self.sum(rows.sum(1)) / self.tokens).to(hidden.dtype)
 
     def whole(self, hidden: Tensor) -> Tensor:
         """This rank's [1, B * w, width] to [B, N, width], on every rank."""
         rows = hidden.view(self.rows, -1, hidden.shape[-1])[:, : self._own]
         before = min(self.place.rank * self.place.width(self.tokens), self.tokens)
-        padded = F.pad(rows, (0, 0, before, self.tokens - before - self._own))
-        return all_reduce(padded.contiguous(), group=self.place.group)
+        return self.sum(F.pad(rows, (0, 0, before, self.tokens - before - self._own)))
 
     @property
     def _own(self) -> int:

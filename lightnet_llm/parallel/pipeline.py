@@ -1,7 +1,8 @@
 """Models as DeepSpeed pipeline stages, under the parameter names of the plain models.
 
-Stages of a language model pass (hidden, sample_ids, cu_seqlens). ``cu_seqlens`` is padded to a fixed length by repeating its
-last entry, so that shapes never change; each stage cuts the padding off again. Those of an image model pass (hidden, sample_ids).
+Stages of a language model pass (hidden, sample_ids, cu_seqlens), those of a classifier of sentences also the mask of real
+tokens. ``cu_seqlens`` is padded to a fixed length by repeating its last entry, so that shapes never change; each stage cuts the
+padding off again. Those of an image model pass (hidden, sample_ids).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..models.context import ForwardContext
 from ..models.layers import PlainLayers
 from ..models.norms import Norm
 from ..models.patches import PatchEmbedding
+from ..models.sequence_classifier import SentenceHead, accuracy, classify_rows, sentence_loss
 from ..models.tpe import ToeplitzEncoding
 from .clock import Clock
 from .layout import Groups
@@ -50,7 +52,7 @@ class _Stage(nn.Module):
         """The forward context that travels beside the activations."""
         if self.config.image is not None:
             return self.clock.image_context(payload[1], self.config, self.training)
-        _, sample_ids, cu_seqlens = payload
+        sample_ids, cu_seqlens = payload[1:3]
         tokens = (cu_seqlens.numel() - 1) // sample_ids.numel()
         return self.clock.context(_trim(cu_seqlens), sample_ids, tokens, self.config, self.training)
 
@@ -63,8 +65,7 @@ class EmbeddingStage(_Stage):
         self.embedding = layers.embedding(config.vocab_size, config.width, config.initializer_std)
 
     def forward(self, payload: Payload) -> Payload:
-        input_ids, sample_ids, cu_seqlens = payload
-        return self.embedding(input_ids.reshape(1, -1)), sample_ids, cu_seqlens
+        return self.embedding(payload[0].reshape(1, -1)), *payload[1:]
 
 
 class PositionStage(_Stage):
@@ -76,7 +77,7 @@ class PositionStage(_Stage):
 
     def forward(self, payload: Payload) -> Payload:
         hidden, _ = embed(nn.Identity(), self.tpe, self.layers_set, self.config, payload[0], self.context(payload))
-        return hidden, payload[1], payload[2]
+        return hidden, *payload[1:]
 
 
 class PatchStage(_Stage):
@@ -151,6 +152,18 @@ class ClassStage(_Stage):
         return classify(payload[0], self.head, self.context(payload))
 
 
+class SentenceStage(_Stage):
+    """Mean over the real tokens of each row and the head."""
+
+    def __init__(self, config: ModelConfig, layers: PlainLayers, clock: Clock):
+        super().__init__(config, layers, clock)
+        self.head = SentenceHead(config)
+
+    def forward(self, payload: Payload) -> Tensor:
+        mask = payload[3].bool()
+        return classify_rows(payload[0].view(*mask.shape, -1), mask, self.head, self.context(payload))
+
+
 def _tied_head(stage: EmbeddingStage, payload: Payload) -> tuple[Tensor, Tensor]:
     return _with_weight(payload[0], stage.embedding)
 
@@ -175,7 +188,10 @@ class PipelinedModel(PipelineModule):
 
     Attributes:
         figures: of the micro-batches of an evaluation, see :meth:`_loss`; the caller clears it.
+        ragged: whether micro-batches differ in shape, which stages then tell each other.
     """
+
+    ragged = False
 
     def __init__(self, config: ModelConfig, layers: PlainLayers, groups: Groups, clock: Clock, bounds: Sequence[int]):
         common = (config, layers, clock)
@@ -183,7 +199,8 @@ class PipelinedModel(PipelineModule):
         blocks = [LayerSpec(BlockStage, *common, index) for index in range(config.layers)]
         specs = [*first, *blocks, LayerSpec(NormStage, *common), last]
         object.__setattr__(self, "_bounds", list(bounds))  # no module's attribute yet
-        super().__init__(specs, topology=groups.topology, loss_fn=self._loss, base_seed=clock.seed)
+        topology, seed = groups.topology, clock.seed
+        super().__init__(specs, topology=topology, loss_fn=self._loss, base_seed=seed, dynamic_shape=self.ragged)
         self.config, self.layers_set, self.clock = config, layers, clock
         self.figures: list[Tensor] = []
         self._register_plain_names()
@@ -254,3 +271,19 @@ class PipelinedClassifier(PipelinedModel):
         if not self.training:
             self.figures.append(hits(outputs, labels))
         return class_loss(outputs, labels) * self.clock.weight
+
+
+class PipelinedSentences(PipelinedModel):
+    """The classifier of sentences; rows are as long as a micro-batch's longest sample."""
+
+    ragged = True
+
+    def _ends(self, *common: Any) -> tuple[list[Any], Any]:
+        first = [LayerSpec(EmbeddingStage, *common), LayerSpec(PositionStage, *common)]
+        return first, LayerSpec(SentenceStage, *common)
+
+    def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """Logits (values) and labels [B] to the mean loss; in evaluation of classes also their accuracy, for ``figures``."""
+        if not self.training and outputs.shape[1] > 1:
+            self.figures.append(accuracy(outputs, labels))
+        return sentence_loss(outputs, labels) * self.clock.weight

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightnet_kernels import ScanState, ToeplitzState, merge_states
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
 
 from ..config.model import ModelConfig
 from ..models.context import ForwardContext
@@ -114,6 +115,14 @@ class SequenceExchange:
     def toeplitz(self, decay: Tensor) -> ToeplitzExchange:
         """Exchange for a Toeplitz scan with ``decay`` [d, e]."""
         return ToeplitzExchange(self.plan, self.place, decay)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over the ranks, on every one of them; its gradients are summed as well.
+
+        A loss that every rank computes from it, averaged over the ranks, then has the gradient of one process.
+        """
+        total: Tensor = all_reduce(x.contiguous(), group=self.place.group)
+        return total
 
 
 def training_context(

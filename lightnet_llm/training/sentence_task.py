@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightnet_data import sentences
 from torch import Tensor
 
 from ..config.run import RunConfig
-from ..models.sequence_classifier import sentence_loss
+from ..models.sequence_classifier import accuracy, sentence_loss
 from ..parallel.clock import Clock
+from ..parallel.segments import SequencePlace
 from .schedule import Budget
 from .sentence_data import folder_of, open_split
 from .tasks import Batch, LanguageTask, Sample
+
+if TYPE_CHECKING:
+    from ..parallel.pipeline import PipelinedModel
 
 
 class SentenceTask(LanguageTask):
@@ -44,10 +48,17 @@ class SentenceTask(LanguageTask):
         return super().checksum({**batch, "input_ids": batch["input_ids"] * batch["mask"]})
 
     def loss(self, model: Callable[..., Any], batch: Batch, clock: Clock, training: bool) -> Tensor:
-        loss: Tensor = model(
-            batch["input_ids"], self._context(batch, clock, training), batch["labels"], batch["mask"]
-        ).loss
+        input_ids, mask = self._columns(batch, clock)
+        loss: Tensor = model(input_ids, self._context(batch, clock, training), batch["labels"], mask).loss
         return loss * clock.weight
+
+    def loss_weight(self, place: SequencePlace) -> float:
+        return 1.0  # every rank that shares rows has their logits, and so the whole loss
+
+    def _columns(self, batch: Batch, clock: Clock) -> tuple[Tensor, Tensor]:
+        """Token ids and mask of this rank's part of each row."""
+        input_ids, mask, place = batch["input_ids"], batch["mask"], clock.place
+        return (input_ids, mask) if place is None else (place.part(input_ids), place.part(mask))
 
     def _context(self, batch: Batch, clock: Clock, training: bool) -> Any:
         tokens = batch["input_ids"].shape[1]
@@ -55,13 +66,26 @@ class SentenceTask(LanguageTask):
 
     def logits(self, model: Callable[..., Any], batch: Batch, clock: Clock) -> Tensor:
         """Outside training, [B, classes]."""
-        found: Tensor = model(batch["input_ids"], self._context(batch, clock, False), None, batch["mask"]).logits
+        input_ids, mask = self._columns(batch, clock)
+        found: Tensor = model(input_ids, self._context(batch, clock, False), None, mask).logits
         return found
 
     def figures(self, model: Callable[..., Any], batch: Batch, clock: Clock) -> Tensor:
         logits, labels = self.logits(model, batch, clock), batch["labels"]
         loss = sentence_loss(logits, labels)[None]
-        return loss if self.regression else torch.cat([loss, (logits.argmax(1) == labels).float().mean()[None]])
+        return loss if self.regression else torch.cat([loss, accuracy(logits, labels)])
+
+    def pipelined(self) -> type[PipelinedModel]:
+        from ..parallel.pipeline import PipelinedSentences
+
+        return PipelinedSentences
+
+    def payload(self, batch: Batch, clock: Clock) -> tuple[tuple[Tensor, ...], Tensor]:
+        from ..parallel.pipeline import pad_segments
+
+        segments = pad_segments(batch["cu_seqlens"], batch["input_ids"].numel())
+        input_ids, mask = self._columns(batch, clock)
+        return (input_ids, batch["sample_ids"], segments, mask.to(torch.uint8)), batch["labels"]
 
     def facts(self, location: str) -> dict[str, float]:
         return {}

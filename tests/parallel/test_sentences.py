@@ -19,7 +19,14 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dp2_zero3": (2, ["parallel.zero_stage=3"]),
     "tp2_dp2": (4, ["parallel.tensor=2"]),
     "dp2_zero0": (2, ["parallel.zero_stage=0", "train.micro_batch=4"]),
+    "sp2": (2, ["parallel.sequence=2"]),
+    "sp3": (3, ["parallel.sequence=3", "parallel.sequence_exchange=prefix", "train.micro_batch=1"]),
+    "tp2_sp2_zero3": (4, ["parallel.tensor=2", "parallel.sequence=2", "parallel.zero_stage=3"]),
+    "pp2": (2, ["parallel.pipeline=2"]),
+    "tp2_pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2", "parallel.recompute_every=1"]),
+    "pp2_sp2_dp2": (8, ["parallel.pipeline=2", "parallel.sequence=2", "train.micro_batch=1"]),
 }
+QUICK = [("classes", name) for name in ("micro1", "tp2_dp2", "sp2", "pp2")] + [("value", "dp2_zero3")]
 MODEL = """causal: false, vocab_size: 300, layers: 2, width: 32, heads: 4, glu_width: 50, gate_rank: 8, tpe_rank: 8,
   tpe_init_length: 8, norm_eps: 1.0e-2, initializer_std: 0.15"""
 HEADS = {"classes": "head: sequence_classifier, classes: 3", "value": "head: sequence_classifier, classes: 1"}
@@ -42,7 +49,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[head].write_text(
             f"""
 model: {{{fields}, {MODEL}, dropout: 0.1}}
-data: {{path: {folder / head}, sequence_length: 24}}
+data: {{path: {folder / head}, sequence_length: 25}}
 train: {{steps: 20, global_batch: 8, micro_batch: 2, precision: fp32, seed: 7}}
 optimizer: {{learning_rate: 6.0e-3, eps: 1.0e-6, clip: 0.4}}
 schedule: {{kind: cosine, warmup_steps: 3}}
@@ -65,14 +72,12 @@ def one(ranks: Ranks, configs: dict[str, Path], tmp_path_factory: pytest.TempPat
 @pytest.mark.parametrize(
     ("head", "name"),
     [
-        ("classes", "micro1"),
-        ("classes", "tp2_dp2"),
-        ("value", "dp2_zero3"),
+        *QUICK,
         *(
             pytest.param(head, name, marks=pytest.mark.slow)
             for head in HEADS
             for name in LAYOUTS
-            if (head, name) not in (("classes", "micro1"), ("classes", "tp2_dp2"), ("value", "dp2_zero3"))
+            if (head, name) not in QUICK
         ),
     ],
 )
@@ -94,13 +99,31 @@ def test_layouts(
     assert first[20][0] < 0.8 * first[1][0]
 
 
-@pytest.mark.slow
-def test_a_stopped_run_goes_on_exactly(
-    ranks: Ranks, configs: dict[str, Path], one: dict[str, Path], tmp_path: Path
+MOVES = {
+    "one": ((1, []), (1, [])),
+    "pp2": ((2, ["parallel.pipeline=2"]), (2, ["parallel.pipeline=2"])),
+    "sp2": ((2, ["parallel.sequence=2"]), (2, ["parallel.sequence=2"])),
+    "pp2_to_sp2": ((2, ["parallel.pipeline=2"]), (2, ["parallel.sequence=2"])),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MOVES])
+def test_a_stopped_run_goes_on(
+    ranks: Ranks, configs: dict[str, Path], one: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    ranks.train(1, configs["classes"], ["train.stop_at_step=7"], tmp_path, "halves")
-    rows = ranks.train(1, configs["classes"], ["train.resume=must"], tmp_path, "halves")
-    assert steps_of(rows, *FIELDS) == steps_of(read_metrics(one["classes"]), *FIELDS)
+    """Exactly where it stays on its layout."""
+    (world, before), (after_world, after) = MOVES[name]
+    ranks.train(world, configs["classes"], [*before, "train.stop_at_step=7"], tmp_path, "halves")
+    rows = ranks.train(after_world, configs["classes"], [*after, "train.resume=must"], tmp_path, "halves")
+    found, wanted = steps_of(rows, *FIELDS), read_metrics(one["classes"])
+    if before == after and before:
+        wanted = ranks.train(world, configs["classes"], before, tmp_path, "whole")
+    expected = steps_of(wanted, *FIELDS)
+    if before == after:
+        assert found == expected
+    for step, row in expected.items():
+        assert found[step][2:] == row[2:]
+        assert found[step][:2] == (pytest.approx(row[0], abs=1e-5), pytest.approx(row[1], rel=1e-4))
 
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -149,10 +149,15 @@ def test_configurations_that_make_no_model(changes: dict[str, Any], words: str) 
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"sequence": 2}, {"pipeline": 2}, {"tensor": 2, "tensor_sequence_parallel": True}]
+    ("parallel", "words"),
+    [
+        ({"tensor": 2, "tensor_sequence_parallel": True}, "tensor_sequence_parallel splits rows of one length"),
+        ({"pipeline": 2, "pipeline_partition": "time"}, "time measures language models; use parameters or uniform"),
+    ],
 )
-def test_layouts_that_it_has_not(parallel: dict[str, Any]) -> None:
+def test_layouts_that_it_has_not(parallel: dict[str, Any], words: str) -> None:
     tree = {"model": {**FIELDS, "classes": 2}, "train": {"steps": 1}}
-    RunConfig.model_validate({**tree, "parallel": {"tensor": 2, "zero_stage": 3}})
-    with pytest.raises(ValueError, match="sequence_classifier takes tensor parallelism and ZeRO"):
+    for legal in ({"tensor": 2, "zero_stage": 3}, {"sequence": 2, "pipeline": 2}):
+        RunConfig.model_validate({**tree, "parallel": legal})
+    with pytest.raises(ValueError, match=words):
         RunConfig.model_validate({**tree, "parallel": parallel})
