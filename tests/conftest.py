@@ -1,11 +1,12 @@
 """Ranks for tests: one import, then forks."""
 
+import itertools
 import json
-import os
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,35 @@ import numpy as np
 import pytest
 import torch
 
-from lightnet_llm.launch.hosts import free_port
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
-CODE = """
-import sys
-from tests.parallel import faults
-for name in filter(None, sys.argv[1].split(",")):
-    getattr(faults, name)()
-from lightnet_llm.training.main import start
-sys.argv[1:] = sys.argv[2:]
-start()
-"""
+class Ranks:
+    """Runs the training main on ranks forked from one process that has imported everything; threads may share it."""
 
+    def __init__(self) -> None:
+        # In a session of its own: a signal to whoever asks (Ctrl-C, `timeout`) must not reach ranks, which would save.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.parallel.zygote"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.requests, self.replies = self.process.stdin, self.process.stdout
+        assert json.loads(self.replies.readline())["ready"]
+        self.count, self.lock = itertools.count(), threading.Lock()
+        self.waiting: dict[int, Future[list[int]]] = {}
+        threading.Thread(target=self._read, daemon=True).start()
 
-class SpawnedRanks:
-    """Runs the training main on one process a GPU: CUDA does not survive a fork."""
+    def _read(self) -> None:
+        for line in self.replies:
+            reply = json.loads(line)
+            self.waiting.pop(reply["id"]).set_result(reply["codes"])
+        for left in list(self.waiting.values()):
+            left.set_exception(RuntimeError("the process that forks ranks has ended"))
 
     @staticmethod
     def gpus() -> int:
@@ -43,37 +55,26 @@ class SpawnedRanks:
         arguments: list[str],
         log: Path,
         plant: str | None = None,
-        grace: float = 10,
+        grace: float | None = None,
         **environment: str,
     ) -> list[int]:
-        """Exit codes of ``world`` ranks; those that outlive the first that failed by ``grace`` seconds are killed."""
-        if world > self.gpus():
+        """Exit codes of ``world`` ranks, each on its own GPU if there are any.
+
+        Ranks that outlive the first that failed by ``grace`` seconds are killed, all of them after 240 s.
+        """
+        if 0 < self.gpus() < world:
             pytest.skip(f"needs {world} GPUs")
-        port = free_port()  # not an ephemeral one, which a connection of another run may have when ranks come to it
-        processes = []
-        for rank in range(world):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            with Path(f"{log}.rank{rank}").open("w") as output:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-c", CODE, plant or "", *arguments],
-                        cwd=ROOT,
-                        env={**os.environ, **place, **where, **environment},
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        deadline = time.time() + 240
-        while any(p.poll() is None for p in processes):
-            failed = any(p.poll() for p in processes)
-            if failed:
-                deadline = min(deadline, time.time() + grace)
-            if time.time() > deadline:
-                for process in processes:
-                    process.kill()
-            time.sleep(0.1)
-        return [process.wait() for process in processes]
+        if grace is None:
+            grace = 10 if self.gpus() else 5
+        request = {"world": world, "arguments": arguments, "log": str(log), "plant": plant or "", "timeout": 240}
+        request |= {"grace": grace, "environment": environment}
+        codes: Future[list[int]] = Future()
+        with self.lock:
+            number = next(self.count)
+            self.waiting[number] = codes
+            self.requests.write(json.dumps({"id": number, **request}) + "\n")
+            self.requests.flush()
+        return codes.result()
 
     def train(
         self, world: int, config: Path, overrides: list[str], tmp: Path, name: str, plant: str | None = None
@@ -86,44 +87,8 @@ class SpawnedRanks:
         return read_metrics(tmp / name)
 
     def close(self) -> None:
-        """Nothing is left running between calls."""
-
-
-class Ranks(SpawnedRanks):
-    """Runs the training main on ranks forked from one process that has imported everything."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.parallel.zygote"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        assert json.loads(self.process.stdout.readline())["ready"]
-
-    def run(
-        self,
-        world: int,
-        arguments: list[str],
-        log: Path,
-        plant: str | None = None,
-        grace: float = 5,
-        **environment: str,
-    ) -> list[int]:
-        """As on GPUs."""
-        request = {"world": world, "arguments": arguments, "log": str(log), "plant": plant, "grace": grace}
-        request["environment"] = environment
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())["codes"]
-
-    def close(self) -> None:
-        """End the server."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        """End the server, and what it runs."""
+        self.requests.close()
         self.process.wait(timeout=20)
 
 
@@ -138,8 +103,8 @@ def steps_of(rows: list[dict[str, Any]], *fields: str) -> dict[int, tuple[Any, .
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[SpawnedRanks]:
-    server = SpawnedRanks() if torch.cuda.is_available() else Ranks()
+def ranks() -> Iterator[Ranks]:
+    server = Ranks()
     yield server
     server.close()
 

@@ -8,7 +8,7 @@ import torch
 from lightnet_llm.checkpoint import store
 from lightnet_llm.checkpoint.weights import AVERAGE, load_weights
 from lightnet_llm.inference import load_model
-from tests.conftest import SpawnedRanks, steps_of
+from tests.conftest import Ranks, steps_of
 from tests.parallel import test_ema as ema
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -26,7 +26,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 @pytest.mark.parametrize(("world", "overrides"), LAYOUTS)
 def test_scores_are_those_of_the_checkpoint(
-    world: int, overrides: list[str], ranks: SpawnedRanks, given: tuple[Path, list[str]], tmp_path: Path
+    world: int, overrides: list[str], ranks: Ranks, given: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     """In bf16, the dtype of the run on GPUs; what training saves for backward is none of an evaluation's tensors."""
     from lightnet_eval.zero_shot import evaluate
@@ -59,7 +59,7 @@ def test_scores_are_those_of_the_checkpoint(
     ],
 )
 def test_the_kept_average_is_the_plain_formula(
-    world: int, overrides: list[str], ranks: SpawnedRanks, tiny: Path, tmp_path: Path
+    world: int, overrides: list[str], ranks: Ranks, tiny: Path, tmp_path: Path
 ) -> None:
     ranks.train(world, tiny, [*ema.KEEP, *ema.EACH, *overrides], tmp_path, "run")
     found = load_weights(ema.folder_of(tmp_path / "run", ema.STEPS), AVERAGE)

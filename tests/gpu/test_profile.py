@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import SpawnedRanks
+from tests.conftest import Ranks
 from tests.gpu.test_saving import LARGER
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -22,7 +22,7 @@ def events(file: Path) -> list[dict[str, Any]]:
         return [event for event in json.load(opened)["traceEvents"] if event.get("ph") == "X"]
 
 
-def test_the_host_does_not_wait_in_every_micro_batch(ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_the_host_does_not_wait_in_every_micro_batch(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     waits = {}
     for micro in (1, 8):
         overrides = [*LARGER, "train.steps=12", f"train.micro_batch={micro}", "validation.interval=0"]

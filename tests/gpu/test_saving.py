@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import SpawnedRanks, steps_of
+from tests.conftest import Ranks, steps_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -14,7 +14,7 @@ LARGER = ["model.layers=12", "model.width=1024", "model.heads=8", "model.glu_wid
 
 
 @pytest.mark.parametrize("later", ["false", "true"])
-def test_step_time_while_saving(later: str, ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_step_time_while_saving(later: str, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """A model of 150M parameters, 2 GB a checkpoint: resumed from what was written beside training, it goes on alike."""
     overrides = [*LARGER, "train.steps=60", "checkpoint.interval=30", "validation.interval=0", "train.resume=auto"]
     overrides += [f"checkpoint.async={later}", "logging.interval=1"]
@@ -40,7 +40,7 @@ def test_step_time_while_saving(later: str, ranks: SpawnedRanks, tiny: Path, tmp
     ],
     ids=["z0-z3", "z3dp2-tp2", "pp2-z2"],
 )
-def test_move(before: Any, after: Any, ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_move(before: Any, after: Any, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     common = ["train.resume=auto", "validation.interval=0"]
     still = steps_of(ranks.train(1, tiny, common, tmp_path, "still"), "loss", "samples")
     ranks.train(before[0], tiny, [*common, *before[1], "train.stop_at_step=7"], tmp_path, "run")

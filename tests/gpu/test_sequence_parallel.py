@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import ROOT, SpawnedRanks, steps_of
+from tests.conftest import ROOT, Ranks, steps_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
@@ -41,7 +41,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_training_equals_one_gpu(name: str, precision: str, ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_training_equals_one_gpu(name: str, precision: str, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """fp32: losses within 1e-5 and norms within 1e-4; bf16: within 2e-3 nats and 2 %, as between other layouts."""
     common = [*MODEL, f"train.precision={precision}"]
     one = steps_of(ranks.train(1, tiny, common, tmp_path, "one"), "loss", "grad_norm", "samples")

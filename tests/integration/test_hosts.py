@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import SpawnedRanks, read_metrics, steps_of
+from tests.conftest import Ranks, read_metrics, steps_of
 from tests.integration.namespaces import Hosts
 from tests.integration.test_launcher import FIELDS, LIGHTNET, ours, wait_for_step
 
@@ -44,7 +44,7 @@ def hostfile(hosts: Hosts, slots: list[int]) -> Path:
     return path
 
 
-def test_without_ssh_equals_one_host(hosts: Hosts, ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_without_ssh_equals_one_host(hosts: Hosts, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """The launcher started by hand on each of two hosts."""
     common = ["parallel.tensor=2", "train.steps=12"]
     whole = steps_of(ranks.train(4, tiny, common, tmp_path, "whole"), *FIELDS)
@@ -65,7 +65,7 @@ def test_without_ssh_equals_one_host(hosts: Hosts, ranks: SpawnedRanks, tiny: Pa
     assert steps_of(read_metrics(tmp_path / "run"), *FIELDS) == whole
 
 
-def test_through_pdsh_and_sshd(hosts: Hosts, ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_through_pdsh_and_sshd(hosts: Hosts, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """`lightnet train --hostfile`: odd names and variables arrive whole; stopped and resumed it equals one host's run."""
     hosts.serve_ssh()
     common = ["parallel.tensor=2", "train.steps=40", "model.dropout=0.1", "validation.interval=0"]
@@ -112,7 +112,7 @@ def test_a_killed_rank_ends_all_hosts(hosts: Hosts, tiny: Path, tmp_path: Path) 
     assert (tmp_path / "run" / "checkpoints" / "step_00000005").is_dir()
 
 
-def test_a_host_cut_off_in_mid_run(hosts: Hosts, ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_a_host_cut_off_in_mid_run(hosts: Hosts, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """Unplugged at the switch, nobody is told: all end within 60 s and name the cause; plugged in again, the run goes on."""
     hosts.serve_ssh()
     common = ["train.steps=60", "checkpoint.interval=5", "checkpoint.keep_last=100", "validation.interval=0"]
@@ -139,7 +139,7 @@ def test_a_host_cut_off_in_mid_run(hosts: Hosts, ranks: SpawnedRanks, tiny: Path
     assert steps_of(read_metrics(run), *FIELDS) == whole
 
 
-def test_a_restart_goes_on_without_the_lost_host(hosts: Hosts, ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_a_restart_goes_on_without_the_lost_host(hosts: Hosts, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """`--restarts`: the host that no longer answers is left out, the global batch stays, and the losses are the same."""
     hosts.serve_ssh()
     common = ["train.steps=60", "checkpoint.interval=5", "validation.interval=0", "train.global_batch=12"]

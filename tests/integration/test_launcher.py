@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import ROOT, SpawnedRanks, read_metrics, steps_of
+from tests.conftest import ROOT, Ranks, read_metrics, steps_of
 
 LIGHTNET = [sys.executable, "-c", "from lightnet_llm.cli import main; main()"]
 FIELDS = ("loss", "grad_norm", "learning_rate", "samples")
@@ -53,7 +53,7 @@ def ours(marker: str) -> list[psutil.Process]:
     ],
 )
 def test_sigterm_saves_and_resume_equals_no_stop(
-    overrides: list[str], ranks: SpawnedRanks, tiny: Path, tmp_path: Path
+    overrides: list[str], ranks: Ranks, tiny: Path, tmp_path: Path
 ) -> None:
     common = [*overrides, "train.steps=60", "model.dropout=0.1", "validation.interval=0"]
     whole = steps_of(ranks.train(2, tiny, common, tmp_path, "whole"), *FIELDS)
@@ -81,7 +81,7 @@ def test_by_hand_and_killed_rank(tiny: Path, tmp_path: Path) -> None:
     command += ["--master_port", str(port), "launch/train.py", "--config", str(tiny), f"train.output={tmp_path}"]
     command += ["train.name=run", "parallel.tensor=2", "train.steps=2000", "checkpoint.interval=5"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not SpawnedRanks.gpus():
+    if not Ranks.gpus():
         environment["DS_ACCELERATOR"] = "cpu"
     log = tmp_path / "log"
     with log.open("wb") as output:

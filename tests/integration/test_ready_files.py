@@ -10,7 +10,7 @@ import pytest
 from lightnet_llm.cli.launch import KINDS
 from lightnet_llm.launch.hosts import free_port
 from lightnet_llm.launch.job import job_of
-from tests.conftest import ROOT, SpawnedRanks, read_metrics, steps_of
+from tests.conftest import ROOT, Ranks, read_metrics, steps_of
 from tests.integration.test_launcher import FIELDS
 
 # Starts the command once for each node, all at the same time, as srun does; ends with the largest exit code.
@@ -34,7 +34,7 @@ STARTS = {
 
 
 @pytest.mark.parametrize("kind", [k if k == "torchrun" else pytest.param(k, marks=pytest.mark.slow) for k in STARTS])
-def test_ready_file_trains(kind: str, ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_ready_file_trains(kind: str, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     common = ["parallel.tensor=2", "train.steps=6", "validation.interval=0"]
     whole = steps_of(ranks.train(2, tiny, common, tmp_path, "whole"), *FIELDS)
     nodes, starts = STARTS[kind]

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from lightnet_llm.cli import main
-from tests.conftest import ROOT, SpawnedRanks
+from tests.conftest import ROOT, Ranks
 from tests.integration.browser import Browser, Page
 from tests.unit.report.conftest import Maker, make_run  # noqa: F401 (a fixture)
 
@@ -94,7 +94,7 @@ def check_whole(page: Page, file: Path) -> None:
     assert page.evaluate(CUT) == []
 
 
-def train(ranks: SpawnedRanks, tiny: Path, folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
+def train(ranks: Ranks, tiny: Path, folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
     common = ["train.steps=24", "validation.interval=6", "checkpoint.interval=8", "schedule.warmup_steps=2"]
     return ranks.train(1, tiny, [*common, *overrides], folder, name)
 
@@ -104,7 +104,7 @@ def values(rows: list[dict[str, Any]], field: str) -> list[float]:
 
 
 def test_two_trained_runs(
-    ranks: SpawnedRanks, tiny: Path, page: Page, tmp_path: Path, shot: Callable[[Page, str], None]
+    ranks: Ranks, tiny: Path, page: Page, tmp_path: Path, shot: Callable[[Page, str], None]
 ) -> None:
     rows = {"quick": train(ranks, tiny, tmp_path, "quick", "optimizer.learning_rate=3e-3")}
     rows["slow"] = train(ranks, tiny, tmp_path, "slow", "optimizer.learning_rate=1e-4", "train.steps=18")

@@ -7,14 +7,14 @@ import pytest
 
 from lightnet_llm.launch import slurm
 from lightnet_llm.launch.job import job_of
-from tests.conftest import SpawnedRanks, read_metrics, steps_of
+from tests.conftest import Ranks, read_metrics, steps_of
 from tests.integration.slurm import Slurm, until
 from tests.integration.test_launcher import FIELDS
 
 pytestmark = pytest.mark.system
 
 
-def test_batch_script_in_a_real_queue(cluster: Slurm, ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_batch_script_in_a_real_queue(cluster: Slurm, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     common = ["parallel.tensor=2", "train.steps=150", "validation.interval=0"]
     whole = steps_of(ranks.train(2, tiny, common, tmp_path, "whole"), *FIELDS)
     programs = Path(sys.executable).parent

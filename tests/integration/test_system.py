@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, SpawnedRanks, steps_of
+from tests.conftest import ROOT, Ranks, steps_of
 
 pytestmark = pytest.mark.system
 
@@ -23,7 +23,7 @@ def small_disk(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("later", ["false", "true"])
 def test_disk_full_during_a_save_leaves_the_previous_checkpoint(
-    later: str, ranks: SpawnedRanks, tiny: Path, small_disk: Path, tmp_path: Path
+    later: str, ranks: Ranks, tiny: Path, small_disk: Path, tmp_path: Path
 ) -> None:
     overrides = ["train.steps=12", "checkpoint.interval=3", "train.resume=auto", f"train.output={small_disk}"]
     arguments = ["--config", str(tiny), "train.name=run", f"checkpoint.async={later}", *overrides]

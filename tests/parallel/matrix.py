@@ -3,9 +3,10 @@
     python -m tests.parallel.matrix [--ranks N] [--only TEXT ...] [--random N [--seed S]] [--jobs N]
                                   [--output FILE]
 
-trains each layout for 20 steps beside one process and prints losses' and gradient norms' differences; exit status 1 on a
-miss. Ranks are forks of one process on CPUs, and a process each on GPUs (NCCL), where layouts that need more GPUs than
-there are (or than ``--ranks``) are left out. ``--random`` draws layouts from all that are legal instead.
+trains each layout for 20 steps beside one process and prints losses' and gradient norms' differences, the largest layouts
+first; exit status 1 on a miss. On GPUs (NCCL) layouts that need more of them than there are (or than ``--ranks``) are left
+out. ``--random`` draws layouts from all that are legal instead. When it is stopped (Ctrl-C, SIGTERM) it writes the page of
+what has run, marked as incomplete.
 
 The tiny model's norms use eps 1e-2: the norm after the scan divides by |o|, which passes through zero at
 initialisation; with 1e-5 a rounding difference there is amplified tenfold a step, in one process under another
@@ -18,18 +19,20 @@ import argparse
 import datetime
 import itertools
 import platform
+import signal
 import sys
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.conftest import ROOT, Ranks, SpawnedRanks, steps_of, write_tiny
+from tests.conftest import ROOT, Ranks, steps_of, write_tiny
 from tests.parallel.shards import SEEN
 
 FIELDS = ("loss", "grad_norm", "samples", "batch_checksum")  # the checksum is of ids and tokens that were read
@@ -242,7 +245,7 @@ class Result:
 class Matrix:
     """Trains cases and compares; one process's runs are trained once per variant and precision."""
 
-    def __init__(self, ranks: SpawnedRanks, config: Path, folder: Path):
+    def __init__(self, ranks: Ranks, config: Path, folder: Path):
         self.ranks, self.config, self.folder = ranks, config, folder
         self.known: dict[tuple[str, ...], dict[int, tuple[Any, ...]]] = {}
         self.locks: defaultdict[tuple[str, ...], threading.Lock] = defaultdict(threading.Lock)
@@ -260,10 +263,10 @@ class Matrix:
     def run(self, case: Case, fault: str = "") -> Result:
         """Train a case, with a fault planted if one is named."""
         began = time.perf_counter()
-        base = self.get(case.model)
         name = f"run{next(self.count)}"
         plant = f"check_shards,{fault}" if fault else "check_shards"
         run = steps_of(self.ranks.train(case.ranks, self.config, case.overrides, self.folder, name, plant), *FIELDS)
+        base = self.get(case.model)
         logs = [(self.folder / f"{name}.log.rank{rank}").read_text() for rank in range(case.ranks)]
         loss, norm = differences(run, base)
         fall = base[1][0] - base[STEPS][0]
@@ -312,15 +315,11 @@ def line(result: Result) -> str:
     return f"| {case.name} | {axes} | {options} | {figures} |"
 
 
-def page(rows: list[str], faults: list[str], where: str, seconds: float, command: str) -> str:
-    """The generated page."""
-    import deepspeed
-    import megatron.core
+def page(rows: list[str], faults: list[str], where: str, seconds: float, command: str, left: int = 0) -> str:
+    """The generated page. ``left`` counts what was not run."""
     import torch
 
-    versions = (
-        f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, megatron-core {megatron.core.__version__}"
-    )
+    versions = f"torch {torch.__version__}, " + ", ".join(f"{x} {version(x)}" for x in ("deepspeed", "megatron-core"))
     text = [
         "# Parity of layouts",
         "",
@@ -336,6 +335,7 @@ def page(rows: list[str], faults: list[str], where: str, seconds: float, command
         "optimiser states and activations, and the sizes of their groups. `shared` is "
         "`parallel.tensor_sequence_parallel`, `recompute` is `parallel.recompute_every`.",
         "",
+        *([f"**Incomplete**: stopped before {left} of its layouts and faults had run.", ""] if left else []),
         *HEADER,
         *rows,
         "",
@@ -357,6 +357,55 @@ def fault_line(fault: str, result: Result) -> str:
     return f"| {fault} | {result.case.name} | {result.loss:.1e} | {result.norm:.1e} | {seen} |"
 
 
+def train_case(matrix: Matrix, case: Case) -> str:
+    """The row of a case, printed."""
+    began = time.perf_counter()
+    try:
+        text = line(matrix.run(case))
+    except AssertionError as error:
+        text = f"| {case.name} | {case.ranks} | | | | | | | | | | | | | did not train |"
+        print(error, file=sys.stderr, flush=True)
+    print(f"{text} {time.perf_counter() - began:.0f} s", flush=True)
+    return text
+
+
+def train_fault(matrix: Matrix, fault: str) -> str:
+    """The row of a planted fault, printed."""
+    try:
+        text = fault_line(fault, matrix.run(FAULTS[fault], fault))
+    except AssertionError as error:
+        text = f"| {fault} | {FAULTS[fault].name} | | | did not train |"
+        print(error, file=sys.stderr, flush=True)
+    print(text, flush=True)
+    return text
+
+
+def train_all(matrix: Matrix, cases: list[Case], faults: list[str], jobs: int) -> tuple[list[str], list[str]]:
+    """Rows of cases and of faults, ``jobs`` at a time; those that have run when SIGTERM or Ctrl-C comes."""
+    with ThreadPoolExecutor(jobs) as pool:
+        for model in dict.fromkeys(tuple(case.model) for case in cases):
+            # First, as kernels are compiled then: cases that start together would each compile the same ones.
+            pool.submit(matrix.get, list(model))
+        runs = {case: pool.submit(train_case, matrix, case) for case in sorted(cases, key=lambda case: -case.ranks)}
+        planted = {fault: pool.submit(train_fault, matrix, fault) for fault in faults}
+        signal.signal(signal.SIGTERM, _stop)
+        signal.signal(signal.SIGINT, _stop)
+        try:
+            wait([*runs.values(), *planted.values()])
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+        rows, seen = ([x for x in found.values() if x.done() and not x.cancelled()] for found in (runs, planted))
+        matrix.ranks.close()  # and so what runs yet
+    order = [runs[case] for case in cases]
+    return [x.result() for x in sorted(rows, key=order.index)], [x.result() for x in seen]
+
+
+def _stop(*_: object) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):  # `timeout` sends it twice
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def main() -> int:
     """Run, print, write; returns the exit status."""
     import torch
@@ -369,53 +418,37 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--output", type=Path, help="write the page here")
-    parser.add_argument("--jobs", type=int, default=1, help="cases at a time (on GPUs, which they share)")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time, which share cores or GPUs")
     given = parser.parse_args()
     gpu = torch.cuda.is_available()
-    if given.jobs > 1 and not gpu:
-        parser.error("--jobs is for GPUs: on CPUs all cases are forks of one process")
     most = given.ranks or (torch.cuda.device_count() if gpu else 8)
 
     def wanted(case: Case) -> bool:
         return case.ranks <= most and (not given.only or any(text in case.name for text in given.only))
 
     where = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, NCCL" if gpu else "CPU, gloo"
-    ranks, began = SpawnedRanks() if gpu else Ranks(), time.perf_counter()
+    ranks, began = Ranks(), time.perf_counter()
     print("\n".join(HEADER), flush=True)
-
-    def row(case: Case) -> str:
-        try:
-            text = line(matrix.run(case))
-        except AssertionError as error:
-            text = f"| {case.name} | {case.ranks} | | | | | | | | | | | | | did not train |"
-            print(error, file=sys.stderr, flush=True)
-        print(text, flush=True)
-        return text
-
-    def planted(fault: str) -> str:
-        text = fault_line(fault, matrix.run(FAULTS[fault], fault))
-        print(text, flush=True)
-        return text
-
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.jobs) as pool:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
         matrix = Matrix(ranks, write_tiny(folder), folder)
         cases = drawn(matrix.config, given.random, given.seed, most) if given.random else CASES
+        cases = list(filter(wanted, cases))
         chosen = [] if given.random else [fault for fault, case in FAULTS.items() if wanted(case)]
-        rows_found, faults_found = pool.map(row, filter(wanted, cases)), pool.map(planted, chosen)
-        rows, faults = list(rows_found), list(faults_found)
+        rows, faults = train_all(matrix, cases, chosen, given.jobs)
+    left = len(cases) + len(chosen) - len(rows) - len(faults)
     misses = sum(not text.endswith("| ok |") for text in rows) + sum(not text.endswith("| seen |") for text in faults)
-    ranks.close()
     seconds = time.perf_counter() - began
-    print(f"{len(rows)} layouts and {len(faults)} faults, {misses} missed, {seconds:.0f} s", flush=True)
+    more = f", {left} not run" if left else ""
+    print(f"{len(rows)} layouts and {len(faults)} faults, {misses} missed{more}, {seconds:.0f} s", flush=True)
     if given.output:
         command = (
             "make parity"
             if not (given.ranks or given.only or given.random or gpu)
             else "python -m tests.parallel.matrix"
         )
-        (ROOT / given.output).write_text(page(rows, faults, where, seconds, command))
-    return int(misses > 0 or not rows)
+        (ROOT / given.output).write_text(page(rows, faults, where, seconds, command, left))
+    return int(misses > 0 or left > 0 or not rows)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 
 from lightnet_llm.checkpoint.store import newest_whole
 from lightnet_llm.training import failures
-from tests.conftest import SpawnedRanks, read_metrics, steps_of
+from tests.conftest import Ranks, read_metrics, steps_of
 
 SLOW = pytest.mark.slow
 KILLED = -9
@@ -27,7 +27,7 @@ LAYOUTS = {
 class Fault:
     """A run with a fault in it, and what came of it."""
 
-    def __init__(self, ranks: SpawnedRanks, tiny: Path, tmp: Path, world: int, plant: str, overrides: list[str]):
+    def __init__(self, ranks: Ranks, tiny: Path, tmp: Path, world: int, plant: str, overrides: list[str]):
         self.ranks, self.tiny, self.tmp, self.world = ranks, tiny, tmp, world
         self.overrides = [*overrides, *QUICK]
         start = time.time()
@@ -53,7 +53,7 @@ class Fault:
 
 
 @pytest.mark.parametrize("layout", [n if n in ("dp2", "pp2") else pytest.param(n, marks=SLOW) for n in LAYOUTS])
-def test_killed_rank(layout: str, ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_killed_rank(layout: str, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     world, overrides = LAYOUTS[layout]
     fault = Fault(ranks, tiny, tmp_path, world, "kill_rank_one", overrides)
     assert fault.codes[1] == KILLED and fault.seconds < 60
@@ -66,7 +66,7 @@ def test_killed_rank(layout: str, ranks: SpawnedRanks, tiny: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("layout", [n if n in ("tp2", "pp2") else pytest.param(n, marks=SLOW) for n in LAYOUTS])
-def test_hung_rank(layout: str, ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_hung_rank(layout: str, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """It is named, with the place it is in and the collective the others wait in; all stacks are written."""
     world, overrides = LAYOUTS[layout]
     fault = Fault(ranks, tiny, tmp_path, world, "hang_rank_one", overrides)
@@ -90,7 +90,7 @@ def test_hung_rank(layout: str, ranks: SpawnedRanks, tiny: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("plant", ["freeze_rank_one", "freeze_rank_zero"])
-def test_frozen_rank(plant: str, ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_frozen_rank(plant: str, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """SIGSTOP: no thread of it runs, so that it can say nothing; even when it holds the store."""
     frozen = 1 if plant.endswith("one") else 0
     fault = Fault(ranks, tiny, tmp_path, 2, plant, [])
@@ -100,7 +100,7 @@ def test_frozen_rank(plant: str, ranks: SpawnedRanks, tiny: Path, tmp_path: Path
     assert f"rank {frozen} (" in error and ("no sign of life" in error or "gone, frozen or cut off" in error)
 
 
-def test_a_bug_on_one_rank(ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_a_bug_on_one_rank(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     fault = Fault(ranks, tiny, tmp_path, 2, "crash_rank_one", [])
     assert fault.codes == [failures.FAILED] * 2 and fault.seconds < 60
     assert fault.errors == [
@@ -111,7 +111,7 @@ def test_a_bug_on_one_rank(ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> N
     assert [(word.kind, word.rank, word.step) for word in fault.words] == [("failed", 1, 8), ("lost", 0, 8)]
 
 
-def test_sigterm_to_one_rank_saves_on_all(ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_sigterm_to_one_rank_saves_on_all(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """As a scheduler does: the step is ended, saved, and every rank exits 0."""
     fault = Fault(ranks, tiny, tmp_path, 2, "terminate_rank_one", [])
     assert fault.codes == [0, 0] and not any(fault.errors)
@@ -121,7 +121,7 @@ def test_sigterm_to_one_rank_saves_on_all(ranks: SpawnedRanks, tiny: Path, tmp_p
     assert [word.kind for word in fault.words] == ["ended", "ended"]
 
 
-def test_full_disk_during_a_save(ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_full_disk_during_a_save(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """See tests/integration/test_system.py for a disk that is really full."""
     arguments = ["--config", str(tiny), f"train.output={tmp_path}", "train.name=run", "train.resume=auto"]
     assert ranks.run(2, [*arguments, "train.stop_at_step=2"], tmp_path / "log") == [0, 0]
@@ -140,7 +140,7 @@ def test_full_disk_during_a_save(ranks: SpawnedRanks, tiny: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("part", ["train.bin", "train.idx", "validation.bin"])
-def test_truncated_shard_of_data(part: str, ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_truncated_shard_of_data(part: str, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """Refused before any work, in one line that names it."""
     import shutil
 
@@ -172,7 +172,7 @@ def test_failures_are_read_causes_first(tmp_path: Path, monkeypatch: pytest.Monk
     assert json.loads((tmp_path / "rank_00000.json").read_text())["message"] == "0"
 
 
-def test_the_launcher_starts_a_killed_run_again(ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_the_launcher_starts_a_killed_run_again(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """``lightnet train --restarts``: a rank is killed with -9; the run goes on and equals the one that never failed."""
     from tests.integration.test_launcher import ours, train, wait_for_step
 
@@ -199,7 +199,7 @@ def test_the_launcher_starts_a_killed_run_again(ranks: SpawnedRanks, tiny: Path,
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [["parallel.zero_stage=3"], []], ids=["zero3", "zero1"])
 def test_the_supervisor_goes_on_with_fewer_ranks(
-    overrides: list[str], ranks: SpawnedRanks, tiny: Path, tmp_path: Path
+    overrides: list[str], ranks: Ranks, tiny: Path, tmp_path: Path
 ) -> None:
     """Two ranks, of which one is lost for good: one goes on, with the same batches and the same losses."""
     import threading

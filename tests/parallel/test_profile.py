@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import SpawnedRanks, steps_of
+from tests.conftest import Ranks, steps_of
 
 FIELDS = ("loss", "grad_norm", "samples")
 
@@ -21,7 +21,7 @@ def steps_recorded(file: Path) -> set[str]:
     return {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
 
 
-def test_steps_are_recorded_on_a_rank_of_each_part(ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_steps_are_recorded_on_a_rank_of_each_part(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     plain = ranks.train(2, tiny, ["train.steps=12"], tmp_path, "plain")
     found = ranks.train(2, tiny, ["train.steps=12", "logging.profile_steps=2"], tmp_path, "run")
     assert steps_of(found, *FIELDS) == steps_of(plain, *FIELDS)
@@ -32,7 +32,7 @@ def test_steps_are_recorded_on_a_rank_of_each_part(ranks: SpawnedRanks, tiny: Pa
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_early_keeps_what_was_recorded(ranks: SpawnedRanks, tiny: Path, tmp_path: Path) -> None:
+def test_a_run_that_ends_early_keeps_what_was_recorded(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     overrides = ["train.stop_at_step=8", "logging.profile_steps=50", "parallel.tensor=2"]
     ranks.train(2, tiny, overrides, tmp_path, "run")
     files = sorted((tmp_path / "run" / "profile").iterdir())

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.parallel.zygote import _free_port
+from lightnet_llm.launch.hosts import free_port
 
 
 def _bytes(tensors: Any) -> int:
@@ -125,7 +125,7 @@ def main(path: str, cases: str) -> None:
     import lightnet_llm.training.loop  # noqa: F401  (the import that ranks share)
 
     for world, overrides in json.loads(cases):
-        config, port = load_config(path, overrides), _free_port()
+        config, port = load_config(path, overrides), free_port()
         with tempfile.TemporaryDirectory() as folder:
             outputs = [Path(folder, str(rank)) for rank in range(world)]
             pids = []
