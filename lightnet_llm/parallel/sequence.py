@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightnet_kernels import ScanState, ToeplitzState, merge_states
 from torch import Tensor
-from torch.distributed.nn.functional import all_reduce
 
 from ..config.model import ModelConfig
 from ..models.context import ForwardContext
@@ -98,6 +98,21 @@ class ToeplitzExchange(_Chain):
         return found
 
 
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
 @dataclass(frozen=True)
 class SequenceExchange:
     """What a forward context carries; layers ask it for the exchange of their own parameters."""
@@ -121,7 +136,7 @@ class SequenceExchange:
 
         A loss that every rank computes from it, averaged over the ranks, then has the gradient of one process.
         """
-        total: Tensor = all_reduce(x.contiguous(), group=self.place.group)
+        total: Tensor = _Sum.apply(x, self.place.group)
         return total
 
 
