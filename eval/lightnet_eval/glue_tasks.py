@@ -228,7 +228,9 @@ def find(folder: str | Path, wanted: list[str] | None) -> list[Found]:
         )
     places = {key_of(path.name): path for path in sorted(root.iterdir()) if path.is_dir() and _has(path, "train")}
     order = [*TASKS, *(key for key in places if key not in TASKS)]
-    keys = [key for key in order if key in places] if wanted is None else [key_of(name) for name in wanted]
+    # An older archive's SNLI, say, is no task of GLUE, and of no form that one's own has.
+    meant = [key for key in order if key in places and (key in TASKS or (places[key] / "train.jsonl").is_file())]
+    keys = meant if wanted is None else [key_of(name) for name in wanted]
     for key in keys:
         if key not in places:
             hint = nearest(key, list(places)) or f"; there: {', '.join(places) or 'none'}"

@@ -112,6 +112,80 @@ def test_the_same_in_json_lines(
     assert found.left_out["train"] == 1
 
 
+PARSES = "( a )\t( b )\t(ROOT (NP (`` ``) (DT a)))\t(ROOT (NP (DT b)))"
+# Files as the public archives and the usual download script leave them, byte for byte in form: header of the training file, of
+# the held-out one, a line of each, and the samples that they are.
+REAL: list[tuple[str, bytes, bytes, Row, Row]] = [
+    (
+        "MNLI",
+        f"""index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\tsentence2_parse\t\
+sentence1\tsentence2\tlabel1\tgold_label
+0\t31193\t31193n\tgovernment\t{PARSES}\tA "plan  \tb \tneutral\tneutral
+""".encode(),
+        f"""index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\tsentence2_parse\t\
+sentence1\tsentence2\tlabel1\tlabel2\tlabel3\tlabel4\tlabel5\tgold_label
+0\t63735\t63735n\tslate\t{PARSES}\tThe rights\tEveryone \tneutral\tentailment\tneutral\tneutral\tneutral\tneutral
+1\t63735\t63735c\tslate\t{PARSES}\tc\td\tneutral\tentailment\tentailment\tneutral\tcontradiction\t-
+""".encode(),
+        Row('A "plan  ', "b ", 1),
+        Row("The rights", "Everyone ", 1),
+    ),
+    (  # the original's mark of its encoding and its line ends stay in what the script cuts out of it
+        "MRPC",
+        "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n".encode()
+        + b'1\t702876\t702977\tHe, whom he called "the witness", did.\tReferring to "the witness, he did.\r\n',
+        "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n".encode()
+        + "0\t1\t2\tthe president\u2019s \u201ccoma\u201d\t'' Yes .\r\n".encode(),
+        Row('He, whom he called "the witness", did.', 'Referring to "the witness, he did.', 1),
+        Row("the president\u2019s \u201ccoma\u201d", "'' Yes .", 0),
+    ),
+    (  # lines that lack their end, and questions without a word, are in the archive
+        "QQP",
+        b"id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
+        b"133273\t213221\t213222\tHow is the life of a math student?\tWhich level?\t0\n247387\t1\t2\tWhat is\n",
+        b"id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n363362\t1\t2\tWhat\xc2\x85 is \x0b it?\t\t1\n",
+        Row("How is the life of a math student?", "Which level?", 0),
+        Row("What\x85 is \x0b it?", "", 1),
+    ),
+    (
+        "STS-B",
+        b"index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
+        b"0\tmain-captions\tMSRvid\t2012test\t0001\tnone\tnone\tA plane is taking off.\tAn air plane.\t5.000\n",
+        b"index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
+        b'9\tmain-news\tMSRpar\t2012\t0\tnone\tnone\t"We" 100% "a.\tb\t0.000\n',
+        Row("A plane is taking off.", "An air plane.", 5.0),
+        Row('"We" 100% "a.', "b", 0.0),
+    ),
+    (
+        "CoLA",
+        b"gj04\t1\t\tOur friends won't buy this analysis, let alone the next one we propose.\n",
+        b'l-93\t0\t*\tThe "sailors rode the breeze.\ngj04\t\t\tunlabelled\n',
+        Row("Our friends won't buy this analysis, let alone the next one we propose.", None, 1),
+        Row('The "sailors rode the breeze.', None, 0),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "train", "held_out", "first", "second"), REAL)
+def test_files_as_the_archives_have_them(
+    tmp_path: Path, name: str, train: bytes, held_out: bytes, first: Row, second: Row
+) -> None:
+    folder, key = tmp_path / name, name.lower().replace("-", "")
+    folder.mkdir()
+    (folder / "train.tsv").write_bytes(train)
+    for split in TASKS[key].sets:
+        (folder / f"{split}.tsv").write_bytes(held_out)
+    for split in ("test", "test_matched"):  # without labels, and never read
+        (folder / f"{split}.tsv").write_bytes(b"index\tsentence\n0\ta\n")
+    for beside in ("SNLI", "diagnostic", "__MACOSX"):
+        (tmp_path / beside).mkdir()
+    (tmp_path / "SNLI" / "train.tsv").write_bytes(b"index\tcaptionID\n")
+    (found,) = find(tmp_path, None)
+    assert list(found.rows("train")) == [first]
+    for split in TASKS[key].sets:
+        assert list(found.rows(split)) == [second]
+
+
 def test_a_task_of_ones_own(tmp_path: Path) -> None:
     records = [{"sentence": "a", "label": "x"}, {"sentence": "b", "label": "w"}, {"sentence": "c", "label": "x"}]
     lay(tmp_path / "mine", ("dev",), "jsonl", "\n".join(map(json.dumps, records)))
