@@ -3,6 +3,7 @@
 from .decode import DecodeState, decode_state, decode_step, scan_state, toeplitz_step
 from .linear_cross_entropy import linear_cross_entropy
 from .norms import add_norm, gated_norm, norm
+from .recorded import recordable, recorded
 from .scan import ScanExchange, additive_scan, backends
 from .state import (
     ScanState,
@@ -32,6 +33,8 @@ __all__ = [
     "merge_states",
     "merge_toeplitz_states",
     "norm",
+    "recordable",
+    "recorded",
     "scan_state",
     "shift_state",
     "swiglu",

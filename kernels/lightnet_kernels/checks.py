@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .recording import python_looks
+
 MAX_WIDTH = 128
 
 
@@ -86,13 +88,29 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, batch: int, tokens: i
     """The boundaries as a list, checked: starts at 0, never falls, ends at N."""
     if cu_seqlens is None:
         return None
+    global _last
+    if _last is not None and _last[0]() is cu_seqlens and _last[1:4] == (cu_seqlens._version, batch, tokens):
+        python_looks()
+        return _last[4]
+    bounds = _checked(name, cu_seqlens, batch, tokens)
+    if not cu_seqlens.is_inference():
+        _last = weakref.ref(cu_seqlens), cu_seqlens._version, batch, tokens, bounds
+    return bounds
+
+
+# tolist() waits for the device, checks take time where documents are many, and all layers of a model share one tensor.
+_last: tuple[Any, int, int, int, list[int]] | None = None
+
+
+def _checked(name: str, cu_seqlens: Tensor, batch: int, tokens: int) -> list[int]:
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: cu_seqlens has dtype {cu_seqlens.dtype}; pass int32 or int64")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"{name}: cu_seqlens has shape {tuple(cu_seqlens.shape)}; expected [segments + 1], at least 2")
     if batch != 1:
         raise ValueError(f"{name}: cu_seqlens needs B = 1 but B = {batch}; flatten the batch to [1, B * N, ...]")
-    bounds = _as_list(cu_seqlens)
+    python_looks()
+    bounds: list[int] = cu_seqlens.tolist()
     if bounds[0] != 0:
         raise ValueError(f"{name}: cu_seqlens[0] is {bounds[0]}; the first boundary must be 0")
     for i in range(1, len(bounds)):
@@ -108,19 +126,6 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, batch: int, tokens: i
             f"{name}: cu_seqlens[{len(bounds) - 1}] = {bounds[-1]}, the last, must be N = {tokens}; append it"
         )
     return bounds
-
-
-_last_list: tuple[Any, int, list[int]] | None = None
-
-
-def _as_list(cu_seqlens: Tensor) -> list[int]:
-    """tolist(), remembered for the last tensor: it waits for the device, and all layers of a model share one."""
-    global _last_list
-    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():
-        return list(cu_seqlens.tolist())
-    if _last_list is None or _last_list[0]() is not cu_seqlens or _last_list[1] != cu_seqlens._version:
-        _last_list = (weakref.ref(cu_seqlens), cu_seqlens._version, cu_seqlens.tolist())
-    return _last_list[2]
 
 
 def check_state_tensors(name: str, where: str, expected: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:

@@ -233,6 +233,7 @@ _normalise_backward = Operator(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _run_backward,
     _fake_backward,
+    simple=True,
 )
 _normalise = Operator(
     "lightnet::norm",
@@ -240,5 +241,6 @@ _normalise = Operator(
     " -> (Tensor, Tensor, Tensor)",
     _run,
     _fake,
+    simple=True,
 )
 _normalise.differentiable(_backward, _setup)

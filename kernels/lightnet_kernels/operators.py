@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 PLAIN = (Tensor, torch.nn.Parameter)
+FULL: dict[Any, Callable[..., Any]] = {}  # what each operator's node computes, called without the dispatcher
+SIMPLE: set[Any] = set()
 
 
 class Operator:
@@ -24,9 +26,12 @@ class Operator:
         run: the computation. Where the schema's results are tensors it may return None for one that nobody asked for:
             torch.library's callers get an empty tensor there.
         fake: gives results' shapes and dtypes from fake arguments.
+        simple: its kernels follow from the arguments' layouts alone, and it keeps no tensors of its own.
     """
 
-    def __init__(self, name: str, schema: str | None, run: Callable[..., Any], fake: Callable[..., Any]):
+    def __init__(
+        self, name: str, schema: str | None, run: Callable[..., Any], fake: Callable[..., Any], simple: bool = False
+    ):
         self.run = run
         self.eager: Callable[..., Any] = run
 
@@ -40,6 +45,9 @@ class Operator:
         self.library = torch.library.custom_op(name, full, mutates_args=(), schema=schema)
         self.library.register_fake(full_fake)
         self.node = self.library._opoverload
+        FULL[self.node] = full
+        if simple:
+            SIMPLE.add(self.node)
 
     def differentiable(self, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
         """`setup(ctx, inputs, output)` and `backward(ctx, *grads)` as for torch.library's register_autograd."""

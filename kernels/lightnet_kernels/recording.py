@@ -6,14 +6,40 @@ last use, and reads whatever tensors it is given.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+_local = threading.local()
+
+
+def active() -> Tape | None:
+    """The tape that records this thread's launches of kernels, if any."""
+    return getattr(_local, "tape", None)
+
+
+@contextlib.contextmanager
+def on_tape(tape: Tape) -> Iterator[None]:
+    """Kernels that are launched inside are steps of this tape."""
+    before, _local.tape = active(), tape
+    try:
+        yield
+    finally:
+        _local.tape = before
+
+
+def python_looks() -> None:
+    """Said where Python takes numbers out of a tensor's memory: steps that follow from them are not those of others."""
+    tape = _get_current_dispatch_mode() if torch._C._len_torch_dispatch_stack() else None
+    if isinstance(tape, Tape):
+        tape.failed = True
 
 
 class Slot(int):
@@ -35,13 +61,16 @@ class Tape(TorchDispatchMode):
         self.numbers: dict[Any, int] = {}  # of constants that are no tensors
         self.count = 0
         self.steps: list[tuple[Any, ...]] = []
+        self.layouts: dict[int, tuple[Any, ...]] = {}  # (size, stride) of a slot
         self.failed = False
         for x in inputs:
             self.slot(x)
 
-    def slot(self, x: Tensor) -> int:
+    def slot(self, x: Tensor | None) -> int:
         """A new one."""
-        self.of[id(x)] = weakref.ref(x), self.count
+        if x is not None:
+            self.of[id(x)] = weakref.ref(x), self.count
+            self.layouts[self.count] = tuple(x.shape), x.stride()
         self.count += 1
         return self.count - 1
 
@@ -69,7 +98,8 @@ class Tape(TorchDispatchMode):
         several = isinstance(out, tuple | list)
         outs = list(out) if several else [out]
         if not all(isinstance(x, Tensor) for x in outs):
-            self.failed = True  # a number that Python goes on with
+            # A number that Python goes on with; that of promote_types follows from the layouts.
+            self.failed |= func is not _aten.promote_types.default
             return out
         if any(x.device.type == "cpu" and y.device.type != "cpu" for x in outs for y in args if isinstance(y, Tensor)):
             self.failed = True  # on its way to a list
@@ -82,11 +112,15 @@ class Tape(TorchDispatchMode):
         if not kwargs.get("pin_memory") and args and all(_is_view(func, args[0], x) for x in outs):
             base = self.reads(args[0])
             for slot, x in zip(slots, outs, strict=True):
-                further = x.storage_offset() - args[0].storage_offset()
-                self.steps.append(("view", slot, base, tuple(x.shape), x.stride(), further))
+                self.viewed(slot, base, x, args[0])
             return out
         self.steps.append(self.step(func, templates, out, slots if several else slots[0]))
         return out
+
+    def viewed(self, slot: int, base: int, x: Tensor, of: Tensor) -> None:
+        """`x` is a view of the tensor in slot `base`."""
+        further = x.storage_offset() - of.storage_offset()
+        self.steps.append(("view", slot, base, tuple(x.shape), x.stride(), further))
 
     def step(self, func: Any, templates: tuple[Any, Any], out: Any, slots: int | list[int]) -> tuple[Any, ...]:
         """What is repeated of an operator's call."""
@@ -171,7 +205,7 @@ class Recording:
     """
 
     def __init__(self, tape: Tape, output: list[int | None], single: bool):
-        steps = _straightened(tape.steps, {slot for slot in output if slot is not None})
+        steps = _straightened(tape, {slot for slot in output if slot is not None})
         self.names: dict[str, Any] = {"stream_of": getattr(torch._C, "_cuda_getCurrentRawStream", None)}
         for slot, value in tape.constants.items():
             self.names[f"v{slot}"] = value
@@ -195,7 +229,7 @@ class Recording:
         inputs = ", ".join(["device", *given, *(f"v{slot}=v{slot}" for slot in tape.constants)])
         self.source = "\n    ".join([f"def replay({inputs}):", *lines])
         self.makes = len(steps)
-        exec(self.source, self.names)  # noqa: S102
+        exec(self.source, self.names)
         self.replay: Callable[..., Any] = self.names["replay"]
 
     def __call__(self, inputs: Sequence[Any], device: torch.device) -> Any:
@@ -240,19 +274,47 @@ class Recording:
         return [*lines, f"{self._name(run)}({grid}, {stream}, ({values}), {self._name(rest)})"]
 
 
-def _straightened(steps: list[tuple[Any, ...]], wanted: set[int]) -> list[tuple[Any, ...]]:
-    """Views of views as views of what lies below, and nothing that nobody reads."""
+def roots(steps: list[tuple[Any, ...]]) -> dict[int, tuple[int, int]]:
+    """Of each view, the slot below that is none, and how many elements further it starts."""
     below: dict[int, tuple[int, int]] = {}
-    for number, step in enumerate(steps):
+    for step in steps:
         if step[0] == "view":
-            _, slot, base, size, stride, further = step
-            root, offset = below.get(base, (base, 0))
-            below[slot] = root, offset + further
-            steps[number] = ("view", slot, root, size, stride, offset + further)
+            root, offset = below.get(step[2], (step[2], 0))
+            below[step[1]] = root, offset + step[5]
+    return below
+
+
+def _straightened(tape: Tape, wanted: set[int]) -> list[tuple[Any, ...]]:
+    """Views of views as views of what lies below, each taken once, and nothing that nobody reads."""
+    below, same, found, steps = roots(tape.steps), dict[int, int](), dict[Any, int](), []
+    for step in tape.steps:
+        if step[0] == "view":
+            _, slot, _, size, stride, _ = step
+            root, offset = below[slot]
+            first = root if offset == 0 and tape.layouts[root] == (size, stride) else None
+            first = found.setdefault((root, offset, size, stride), slot) if first is None else first
+            if first != slot and slot not in wanted:
+                same[slot] = first
+                continue
+            step = ("view", slot, root, size, stride, offset)
+        elif step[0] == "op":
+            step = (*step[:2], *_renamed(step[2:4], same), step[4])
+        else:
+            step = (*step[:3], [same.get(slot, slot) for slot in step[3]], step[4])
+        steps.append(step)
     kept, needed = [], set(wanted)
     for step in reversed(steps):
-        if step[0] == "view" and step[1] not in needed:
-            continue
-        needed.update(_reads(step))
-        kept.append(step)
+        unread = isinstance(step[1], int) and step[1] not in needed  # a view
+        unread = unread or (isinstance(step[1], functools.partial) and step[4] not in needed)  # an allocation
+        if not unread:
+            needed.update(_reads(step))
+            kept.append(step)
     return kept[::-1]
+
+
+def _renamed(template: Any, same: dict[int, int]) -> Any:
+    if isinstance(template, Slot):
+        return Slot(same.get(template, template))
+    if isinstance(template, dict):
+        return {name: _renamed(x, same) for name, x in template.items()}
+    return type(template)(_renamed(x, same) for x in template) if type(template) in (tuple, list) else template

@@ -78,6 +78,7 @@ _swiglu_backward = Operator(
     "(Tensor gate, Tensor? up, Tensor grad) -> (Tensor, Tensor)",
     _run_backward,
     gradient_tensors,
+    simple=True,
 )
-_swiglu = Operator("lightnet::swiglu", "(Tensor gate, Tensor? up) -> Tensor", _run, output_tensor)
+_swiglu = Operator("lightnet::swiglu", "(Tensor gate, Tensor? up) -> Tensor", _run, output_tensor, simple=True)
 _swiglu.differentiable(_backward, _setup)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
-from .triton_replay import active
+from .recording import active
 
 _NOTHING = contextlib.nullcontext()
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}

@@ -9,7 +9,6 @@ only repeats the steps.
 from __future__ import annotations
 
 import functools
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence  # noqa: F401  (torch.library looks up wrapped functions' annotations here)
 from typing import Any
@@ -19,18 +18,12 @@ from torch import Tensor
 from triton import knobs
 
 from .companions import on_device
-from .recording import Tape
+from .recording import Tape, active, on_tape
 
 RECORDINGS = 512  # layouts remembered; packed documents bring new ones with every batch
 
-_local = threading.local()
 _recordings: OrderedDict[Any, Any] = OrderedDict()
 _layouts: set[Any] = set()  # met so far, but for bounds of segments
-
-
-def active() -> Tape | None:
-    """The tape that records what this thread does, if any."""
-    return getattr(_local, "tape", None)
 
 
 def replayed(
@@ -83,12 +76,8 @@ def replayed(
             if prepare is not None:
                 prepare(*arguments)
             tape = Tape(inputs)
-            _local.tape = tape
-            try:
-                with tape:
-                    output = run(*arguments)
-            finally:
-                _local.tape = None
+            with on_tape(tape), tape:
+                output = run(*arguments)
             _recordings[name] = tape.finish(output) or "plain"
             return output
 

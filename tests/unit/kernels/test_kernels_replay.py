@@ -254,3 +254,53 @@ def test_replays_give_the_same_bits(call):
         for seed in (0, 1):
             assert all(torch.equal(x, y) for x, y in zip(call(seed), wanted[seed], strict=True))
     assert recorded() == first  # nothing was recorded again
+
+
+@inside
+@pytest.mark.parametrize(("causal", "again"), [(True, False), (False, True)])
+def test_blocks_are_recorded_whole(causal, again, monkeypatch):
+    """Two blocks of other weights, batches of other packings: one recording, and the bits of their modules."""
+    from lightnet_llm.config.model import ModelConfig
+    from lightnet_llm.models import block as module
+    from lightnet_llm.models.context import ForwardContext
+    from lightnet_llm.models.layers import PlainLayers
+    from lightnet_llm.models.parameters import spec_of
+
+    found = sys.modules["lightnet_kernels.recorded"]
+    found._recordings.clear()
+    for name in ("scan", "companions"):
+        part = sys.modules[f"lightnet_kernels.{name}"]
+        choose = getattr(part, "choose_backend" if name == "scan" else "choose_triton")
+        for user in ("scan", "norms", "swiglu"):
+            user = sys.modules[f"lightnet_kernels.{user}"]
+            if getattr(user, choose.__name__, None) is choose:
+                at = 0 if name == "scan" else 1
+                by = lambda *a, choose=choose, at=at, **k: choose(*a[:at], "triton", *a[at + 1 :], **k)  # noqa: E731
+                monkeypatch.setattr(user, choose.__name__, by)
+    config = ModelConfig(layers=2, width=32, heads=1, glu_width=40, vocab_size=9, causal=causal, norm="layer")
+    blocks = [module.Block(config, PlainLayers(), index).bfloat16() for index in range(2)]
+    for number, block in enumerate(blocks):
+        block.recompute = again
+        for parameter, values in zip(block.parameters(), draw(number, *[x.shape for x in block.parameters()])):  # noqa: B905
+            parameter.data = (0.2 * values).to(torch.float32 if spec_of(parameter).keep_fp32 else torch.bfloat16)
+
+    def both(seed, bounds):
+        context = ForwardContext(cu_seqlens=None if bounds is None else torch.tensor(bounds))
+        x, grad = draw(seed, (1, 70, 32), (1, 70, 32), dtype=torch.bfloat16)
+        results = []
+        for record in (False, True):
+            monkeypatch.setattr(module, "recordable", lambda x, record=record: record)
+            leaf = x.clone().requires_grad_()
+            output = leaf
+            for block in blocks:
+                output, _ = block(output, context)
+            leaves = [leaf, *(x for block in blocks for x in block.parameters())]
+            results.append([output, *torch.autograd.grad(output, leaves, grad)])
+        return results
+
+    packings = [[0, 70], [0, 30, 70], [0, 1, 1, 69, 70]] if causal else [None] * 3
+    for seed, bounds in enumerate(packings):
+        wanted, got = both(seed, bounds)
+        assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
+    assert [type(x) for x in found._recordings.values()] == [found._Pair]
+    assert found._recordings.popitem()[1].forward.source.count(", None, (v") == 4  # companions' kernels among the steps
