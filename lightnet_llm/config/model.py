@@ -54,6 +54,11 @@ class ModelConfig(Section):
         default=None, gt=0, description="Classes of a sequence classifier; 1: a regression, whose output is the value."
     )
     image: ImageConfig | None = Field(default=None, description="Input of a classifier or denoiser.")
+    conditioning: Literal["tokens", "adaln_single"] = Field(
+        default="tokens",
+        description="How a denoiser is told time step and class: as two tokens before the patches, or by shifts, scales and "
+        "gates of every block, of one projection and a table each.",
+    )
     mixer: Literal["lightnet", "softmax"] = Field(
         default="lightnet",
         description="softmax: ordinary attention in the same block, as a peer in comparisons; needs lrpe: false.",
@@ -115,7 +120,7 @@ class ModelConfig(Section):
     @property
     def prefix(self) -> int:
         """Tokens before those of an image: a denoiser's time step and class."""
-        return 2 if self.head == "denoiser" else 0
+        return 2 if self.head == "denoiser" and self.conditioning == "tokens" else 0
 
     @property
     def ties_head(self) -> bool:
@@ -132,6 +137,8 @@ class ModelConfig(Section):
         if (self.head == "sequence_classifier") != (self.classes is not None):
             found = "missing, and needed by" if self.classes is None else "not for"
             raise ValueError(f"classes is {found} head: {self.head}")
+        if self.conditioning != "tokens" and self.head != "denoiser":
+            raise ValueError(f"conditioning: {self.conditioning} is of head: denoiser, not of {self.head}; leave it out")
         if self.causal and self.head != "causal_lm":
             raise ValueError(f"head: {self.head} needs causal: false")
         if not language and self.axes != 2:

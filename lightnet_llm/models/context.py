@@ -21,6 +21,7 @@ class ForwardContext:
         dropout: key of the dropout masks, None outside training.
         exchange: over sequence-parallel ranks, None on one: ``scan(theta)`` and ``toeplitz(decay)`` give what the two
             scans take, ``sum(x)`` what a head sums over all tokens.
+        modulation: [B, 6, width] of a denoiser with conditioning: adaln_single, what all its blocks share.
         decode: one token a row; states are ``DecodeState`` and ``ToeplitzState``, changed in place and not returned.
     """
 
@@ -29,6 +30,7 @@ class ForwardContext:
     coordinates: Tensor | None = None
     dropout: DropoutKey | None = None
     exchange: Any = None
+    modulation: Tensor | None = None
     decode: bool = False
 
     def at(self, coordinates: Tensor) -> ForwardContext:

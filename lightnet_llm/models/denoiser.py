@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from ..config.model import ModelConfig
 from .backbone import Backbone, Biased
 from .context import ForwardContext
 from .layers import PlainLayers
+from .modulation import FinalModulation
 from .parameters import ParameterSpec, declare, normal
 from .patches import PatchEmbedding, unpatch
 
@@ -34,8 +36,9 @@ class TimestepEmbedding(nn.Module):
 
 
 class Denoiser(Backbone):
-    """Time step and class are two tokens before the patches. The class after the last one, ``classes``, means "none":
-    samples are given it in training to make guidance without a classifier possible."""
+    """Time step and class are two tokens before the patches, or with ``conditioning: adaln_single`` modulate every block. The
+    class after the last one, ``classes``, means "none": samples are given it in training to make guidance without a classifier
+    possible."""
 
     embedding: PatchEmbedding
 
@@ -47,6 +50,9 @@ class Denoiser(Backbone):
         self.timestep = TimestepEmbedding(config.width, std)
         self.label = nn.Embedding(image.classes + 1, config.width)
         declare(self.label.weight, ParameterSpec((image.classes + 1, config.width), normal(std)))
+        self.modulation = self.final = None
+        if config.conditioning == "adaln_single":
+            self.modulation, self.final = Biased(config.width, 6 * config.width, std), FinalModulation(config)
         self.head = Biased(config.width, image.patch**2 * 2 * image.channels, 0.0)
 
     def forward(
@@ -64,13 +70,19 @@ class Denoiser(Backbone):
         """
         grid = self.embedding.grid(noisy)
         tokens = self.embedding(noisy)
-        prefix = torch.stack([self.timestep(timesteps), self.label(labels)], 1).to(tokens.dtype)
-        context = context or ForwardContext()
-        predicted = self.head(self.image_tokens(torch.cat([prefix, tokens], 1), grid, context, prefix=2))
+        context, time, label = context or ForwardContext(), self.timestep(timesteps), self.label(labels)
+        if self.modulation is None or self.final is None:
+            prefix = torch.stack([time, label], 1).to(tokens.dtype)
+            hidden = self.image_tokens(torch.cat([prefix, tokens], 1), grid, context, prefix=2)
+        else:
+            shared = self.modulation(nn.functional.silu(time + label)).unflatten(1, (6, -1))
+            hidden = self.image_tokens(tokens, grid, replace(context, modulation=shared))
+            hidden = self.final(hidden, time + label)
+        predicted = self.head(hidden)
         if context.exchange is not None:
             predicted = context.exchange.whole(predicted)
         assert self.config.image is not None
-        return unpatch(predicted[:, 2:], grid, self.config.image.patch)
+        return unpatch(predicted[:, self.config.prefix :], grid, self.config.image.patch)
 
 
 def guided(model: Denoiser, noisy: Tensor, timesteps: Tensor, labels: Tensor, scale: float) -> Tensor:

@@ -1,6 +1,7 @@
 """Classifier and denoiser train alike under every layout, and go on exactly where they stopped (laws 1 to 3)."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,13 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2_pp2_dp2": (8, ["parallel.tensor=2", "parallel.pipeline=2", "parallel.recompute_every=1"]),
 }
 QUICK = [("classifier", name) for name in ("micro8", "dp4_zero3", "tp2", "sp2", "pp2")]
-QUICK += [("denoiser", name) for name in ("micro8", "dp4_zero3", "tp2", "sp2")]
-ALL = [
-    (head, name) for head in ("classifier", "denoiser") for name in LAYOUTS if head == "classifier" or "pp" not in name
-]
+QUICK += [("denoiser", name) for name in ("micro8", "dp4_zero3", "tp2", "sp2")] + [("adaln", "sp2")]
+HEADS: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
+    "classifier": (images.write_classifier, []),
+    "denoiser": (images.write_denoiser, []),
+    "adaln": (images.write_denoiser, ["model.conditioning=adaln_single"]),
+}
+ALL = [(head, name) for head in HEADS for name in LAYOUTS if head == "classifier" or "pp" not in name]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK]
 
 
@@ -40,9 +44,9 @@ class Head:
     """A head's configuration, and its run by one process."""
 
     def __init__(self, ranks: Ranks, folder: Path, head: str):
-        self.config = {"classifier": images.write_classifier, "denoiser": images.write_denoiser}[head](folder)
-        self.folder = folder
-        self.rows = ranks.train(1, self.config, [], folder, "one")
+        write, self.overrides = HEADS[head]
+        self.config, self.folder = write(folder), folder
+        self.rows = ranks.train(1, self.config, self.overrides, folder, "one")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +75,7 @@ def check(rows: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(("head", "name"), [*QUICK, *SLOW])
 def test_layout_equals_one_process(head: str, name: str, ranks: Ranks, tmp_path: Path, heads: Any) -> None:
     one, (world, overrides) = heads(head), LAYOUTS[name]
-    check(ranks.train(world, one.config, overrides, tmp_path, name), one.rows)
+    check(ranks.train(world, one.config, [*one.overrides, *overrides], tmp_path, name), one.rows)
 
 
 @pytest.mark.parametrize("head", ["classifier", "denoiser"])
@@ -90,11 +94,16 @@ def test_it_learns_and_validates(head: str, heads: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "moved"), [("classifier", ["parallel.pipeline=2"]), ("denoiser", ["parallel.tensor=2"])]
+    ("head", "moved"),
+    [
+        ("classifier", ["parallel.pipeline=2"]),
+        ("denoiser", ["parallel.tensor=2"]),
+        pytest.param("adaln", ["parallel.sequence=2"], marks=pytest.mark.slow),
+    ],
 )
 def test_resumed_and_moved(head: str, moved: list[str], ranks: Ranks, tmp_path: Path, heads: Any) -> None:
     one = heads(head)
-    go_on = ["train.resume=auto"]
+    go_on = [*one.overrides, "train.resume=auto"]
     ranks.train(1, one.config, [*go_on, "train.stop_at_step=4"], tmp_path, "run")
     ranks.train(1, one.config, [*go_on, "train.stop_at_step=8"], tmp_path, "run")
     rows, wanted = read_metrics(tmp_path / "run"), steps_of(one.rows, *FIELDS)
@@ -115,13 +124,14 @@ def test_resumed_and_moved(head: str, moved: list[str], ranks: Ranks, tmp_path: 
         ("classifier", 2, ["parallel.pipeline=2"]),
         ("denoiser", 2, ["parallel.tensor=2"]),
         ("denoiser", 2, ["parallel.sequence=2", "parallel.zero_stage=2"]),
+        ("adaln", 2, ["parallel.zero_stage=3"]),
     ],
 )
 def test_bf16_stays_beside_fp32(
     head: str, world: int, overrides: list[str], ranks: Ranks, tmp_path: Path, heads: Any
 ) -> None:
     one = heads(head)
-    rows = ranks.train(world, one.config, ["train.precision=bf16", *overrides], tmp_path, "run")
+    rows = ranks.train(world, one.config, [*one.overrides, "train.precision=bf16", *overrides], tmp_path, "run")
     found, wanted = steps_of(rows, *FIELDS), steps_of(one.rows, *FIELDS)
     for step in range(1, 11):
         assert abs(found[step][0] / wanted[step][0] - 1) < 5e-3 and found[step][2:] == wanted[step][2:], step
