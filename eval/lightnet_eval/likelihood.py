@@ -44,14 +44,6 @@ class Likelihood(NamedTuple):
     greedy: bool
 
 
-class _Row(NamedTuple):
-    """A prediction wanted of a pass: the token that follows activation ``place``, for request ``request``."""
-
-    place: int
-    token: int
-    request: int
-
-
 @torch.inference_mode()
 def likelihoods(
     model: CausalLM,
@@ -157,41 +149,55 @@ def _packed(model: CausalLM, batch: list[Group], unique: list[Request]) -> dict[
     that share nothing."""
     trunks, rests = _Pass(), _Pass()
     for item in batch:
-        begin, trunk = len(trunks.ids), len(trunks.bounds) - 1
-        if item.shared:
-            trunks.add(unique[item.members[0]].tokens[: item.shared])
+        begin, trunk, shared = len(trunks.ids), len(trunks.bounds) - 1, item.shared
+        if shared:
+            trunks.add(unique[item.members[0]].tokens[:shared])
         for index in item.members:
             tokens, start = unique[index]
-            first = len(rests.ids)
-            if len(tokens) - 1 > item.shared:
-                rests.add(tokens[item.shared : -1], trunk)
-            for place in range(start - 1, len(tokens) - 1):
-                inside = place < item.shared
-                row = _Row(begin + place if inside else first + place - item.shared, tokens[place + 1], index)
-                (trunks if inside else rests).rows.append(row)
-    rows: list[_Row] = []
-    nats: list[float] = []
-    greedy: list[bool] = []
+            if start <= shared:
+                trunks.want(begin + start - 1, tokens[start : shared + 1], index)
+            inside = max(start, shared + 1)
+            rests.want(len(rests.ids) + inside - 1 - shared, tokens[inside:], index)
+            if len(tokens) - 1 > shared:
+                rests.add(tokens[shared:-1], trunk)
+    scores = _Scores()
     state = None
     for packed in (trunks, rests):
-        if not packed.ids:
-            continue
-        state = packed.run(model, state, packed is trunks and bool(rests.ids))
-        rows += packed.rows
-        nats += packed.nats
-        greedy += packed.greedy
-    return _sums(rows, nats, greedy)
+        if packed.ids:
+            state = packed.run(model, state, packed is trunks and bool(rests.ids), scores)
+    return scores.sums()
+
+
+class _Scores:
+    """Log probabilities of tokens, and whose they are."""
+
+    def __init__(self) -> None:
+        self.requests: list[int] = []
+        self.parts: list[tuple[Tensor, Tensor]] = []
+
+    def sums(self) -> dict[int, tuple[float, bool]]:
+        """By request: the sum, and whether each token is the likeliest."""
+        if not self.requests:
+            return {}
+        request = torch.tensor(self.requests)
+        found, slot = request.unique(return_inverse=True)
+        nats, greedy = (torch.cat(part).double() for part in zip(*self.parts, strict=True))
+        total, best = torch.zeros(2, len(found), dtype=torch.float64).index_add_(
+            1, slot, torch.stack([nats, 1 - greedy])
+        )
+        rows = zip(found.tolist(), total.tolist(), (best == 0).tolist(), strict=True)
+        return {index: (value, likeliest) for index, value, likeliest in rows}
 
 
 class _Pass:
-    """Segments of one forward pass, and what is wanted of it."""
+    """Segments of one forward pass, and what is wanted of it: tokens that follow activations, each for a request."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.bounds, self.parents = [0], []
-        self.rows: list[_Row] = []
-        self.nats: list[float] = []
-        self.greedy: list[bool] = []
+        self.places: list[int] = []
+        self.tokens: list[int] = []
+        self.requests: list[int] = []
 
     bounds: list[int]
     parents: list[int]
@@ -202,7 +208,13 @@ class _Pass:
         self.bounds.append(len(self.ids))
         self.parents.append(parent)
 
-    def run(self, model: CausalLM, before: ModelState | None, return_state: bool) -> ModelState | None:
+    def want(self, place: int, tokens: Sequence[int], request: int) -> None:
+        """The predictions of ``tokens`` at ``place`` and the places after it."""
+        self.places.extend(range(place, place + len(tokens)))
+        self.tokens.extend(tokens)
+        self.requests.extend([request] * len(tokens))
+
+    def run(self, model: CausalLM, before: ModelState | None, return_state: bool, scores: _Scores) -> ModelState | None:
         """Read the segments and predict; the states after them where asked for."""
         device = next(model.parameters()).device
         if before is not None:
@@ -210,8 +222,9 @@ class _Pass:
         context = ForwardContext(cu_seqlens=torch.tensor(self.bounds))
         ids = torch.tensor([self.ids], device=device)
         hidden, after = model.hidden(ids, context, before, return_state)
-        if self.rows:
-            self.nats, self.greedy = _predictions(model, hidden, self.rows)
+        if self.places:
+            scores.requests += self.requests
+            scores.parts.append(_predictions(model, hidden, self.places, self.tokens))
         return after
 
 
@@ -221,47 +234,47 @@ def _carried(model: CausalLM, item: Group, unique: list[Request], limit: int) ->
     tokens, start = unique[index]
     device = next(model.parameters()).device
     ids = torch.tensor([tokens[:-1]], device=device)
-    state, total, greedy = None, 0.0, True
+    state, scores = None, _Scores()
     for begin in range(0, len(tokens) - 1, limit):
         hidden, state = model.hidden(ids[:, begin : begin + limit], state=state, return_state=True)
         places = range(max(start - 1, begin), min(begin + limit, len(tokens) - 1))
-        rows = [_Row(place - begin, tokens[place + 1], index) for place in places]
-        if rows:
-            nats, best = _sums(rows, *_predictions(model, hidden, rows))[index]
-            total, greedy = total + nats, greedy and best
-    return {index: (total, greedy)}
+        if places:
+            scores.requests += [index] * len(places)
+            wanted = [place - begin for place in places], tokens[places.start + 1 : places.stop + 1]
+            scores.parts.append(_predictions(model, hidden, *wanted))
+    return scores.sums()
 
 
-def _predictions(model: CausalLM, hidden: Tensor, rows: list[_Row]) -> tuple[list[float], list[bool]]:
-    """Log probability of each row's token, and whether it is the likeliest, from activations [1, N, width].
+def _predictions(
+    model: CausalLM, hidden: Tensor, places: Sequence[int], tokens: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Log probability of each token that follows its place, and whether it is the likeliest, from activations [1, N, width]:
+    [tokens] on the CPU.
 
     Only the wanted places meet the head, each once however many tokens are asked for there.
     """
-    places = sorted({row.place for row in rows})
-    slot = {place: number for number, place in enumerate(places)}
-    token = torch.tensor([row.token for row in rows], device=hidden.device)
-    owner = torch.tensor([slot[row.place] for row in rows], device=hidden.device)
-    order = owner.argsort(stable=True)
-    chosen = hidden[0, torch.tensor(places, device=hidden.device)]
-    step = max(1, LOGITS_AT_ONCE[hidden.device.type == "cuda"] // model.config.vocab_size)
-    nats, greedy = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.bool)
-    for begin in range(0, len(places), step):
+    device = hidden.device
+    distinct, owner = torch.tensor(places).unique(return_inverse=True)
+    owner, order = owner.sort(stable=True)
+    token = torch.tensor(tokens)[order].to(device)
+    chosen = hidden[0, distinct.to(device)]
+    step = max(1, LOGITS_AT_ONCE[device.type == "cuda"] // model.config.vocab_size)
+    begins = torch.arange(0, len(chosen) + step, step)
+    bounds = torch.searchsorted(owner, begins).tolist()
+    owner = owner.to(device)
+    nats, greedy = [], []
+    for begin, first, last in zip(begins.tolist(), bounds[:-1], bounds[1:], strict=False):
         logits = model.logits(chosen[None, begin : begin + step])
         logits = model.layers_set.gather_logits(logits, model.config.vocab_size)[0].float()
-        inside = order[(owner[order] >= begin) & (owner[order] < begin + step)]
-        row = owner[inside] - begin
-        wanted, (top, best) = logits[row, token[inside]], logits.max(-1, keepdim=True)
+        row, target = owner[first:last] - begin, token[first:last]
+        wanted, top = logits[row, target], logits.amax(-1, keepdim=True)
+        # Of several likeliest tokens the first counts. Looking for it takes longer than finding the maximum.
+        likeliest = wanted == top[row, 0]
+        hits = likeliest.nonzero().squeeze(1)
+        likeliest[hits] = logits[row[hits]].max(-1).indices == target[hits]
         mass = logits.sub_(top).exp_().sum(-1).log() + top[:, 0]  # logsumexp, in place
-        nats[inside.cpu()] = (wanted - mass[row]).cpu()
-        greedy[inside.cpu()] = (best[row, 0] == token[inside]).cpu()
-    return nats.tolist(), greedy.tolist()
-
-
-def _sums(rows: list[_Row], nats: list[float], greedy: list[bool]) -> dict[int, tuple[float, bool]]:
-    """By request."""
-    parts: dict[int, list[float]] = {}
-    best: dict[int, bool] = {}
-    for row, value, is_best in zip(rows, nats, greedy, strict=True):
-        parts.setdefault(row.request, []).append(value)
-        best[row.request] = best.get(row.request, True) and is_best
-    return {index: (math.fsum(values), best[index]) for index, values in parts.items()}
+        nats.append(wanted - mass[row])
+        greedy.append(likeliest)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    return torch.cat(nats).cpu()[back], torch.cat(greedy).cpu()[back]

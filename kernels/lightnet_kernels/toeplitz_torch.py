@@ -161,12 +161,13 @@ def _final_state(
     alive = depth > 0
     rows = torch.arange(layout.sequences, device=packed.device)
     last = torch.where(alive, starts[(depth - 1).clamp_min(0)] + rows, 0)
-    exponent = sizes.unsqueeze(1) - 1 - torch.arange(chunk, device=packed.device)  # [sequences, C]
-    weights = powers[:, exponent.clamp_min(0).reshape(-1)].unflatten(1, exponent.shape)  # [d, sequences, C, e]
     first = layout.to_rows(initial.hidden)
     if layout.chunks:
-        x = torch.where(exponent >= 0, packed[:, last], 0.0)  # [d, sequences, C]
-        local = torch.einsum("csni,csn->sci", weights, x)
+        # Each last chunk backwards, its last token first: one product with the powers then serves all sizes.
+        place = sizes.unsqueeze(1) - 1 - torch.arange(chunk, device=packed.device)  # [sequences, C]
+        slot = (last.unsqueeze(1) * chunk + place.clamp_min(0)).reshape(-1)
+        x = packed.flatten(1).index_select(1, slot).unflatten(1, place.shape).masked_fill(place < 0, 0.0)
+        local = (x @ powers[:, :chunk]).transpose(0, 1)
         before = torch.where(alive[:, None, None], held[:, last].transpose(0, 1), first)
     else:
         local, before = torch.zeros_like(first), first

@@ -67,7 +67,7 @@ def causal_scan(
     frame = _frame(layout, mass.detach(), layout.to_rows(initial.max.detach()))
     constants = ScanConstants(layout.counts, activation, frame.exit, frame.enter, frame.keep, frame.slow)
     kv, total = layout.to_rows(initial.kv), layout.to_rows(initial.sum)
-    if continued:
+    if continued and theta is not None:
         # Carried in float64: a rounded rotation, the same in call after call, would drift.
         kv, total = kv.double(), total.double()
     packed, held_kv, held_sum, last_kv, last_sum = scan_chunks(q, mass, gain, v, theta, kv, total, constants)
@@ -81,7 +81,7 @@ def causal_scan(
     if not need_state:
         return output, None
 
-    scale = scale_between(frame.last_unit, frame.last_max.double())
+    scale = scale_between(frame.last_unit, frame.last_max.double()).to(last_kv.dtype)
     wide = scale if theta is None else scale.repeat(1, 1, 2)
     final = ScanState(
         layout.from_rows(frame.last_max),
