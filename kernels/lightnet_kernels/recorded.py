@@ -98,10 +98,10 @@ class _Replay(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             if again:
                 ctx.save_for_backward(*inputs)
-                output: Tensor = pair.alone(inputs, device)
+                output: Tensor = pair.alone([*inputs], device)
                 return output
             assert pair.forward is not None
-            output, *saved = pair.forward(inputs, device)
+            output, *saved = pair.forward([*inputs], device)
         ctx.save_for_backward(*saved)
         return output
 
@@ -109,14 +109,13 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():  # create_graph
             raise RuntimeError("a recorded function has no second derivative; call the function itself")
-        pair, saved = ctx.pair, ctx.saved_tensors
-        device = grad.device
+        pair, device = ctx.pair, grad.device
         with torch._C._AutoDispatchBelowAutograd():
-            if ctx.again:
-                _, *saved = pair.forward(saved, device)
+            saved = [None, *ctx.saved_tensors] if not ctx.again else [*pair.forward([*ctx.saved_tensors], device)]
             if grad.stride() != pair.stride:
                 grad = torch.empty_strided(grad.shape, pair.stride, dtype=grad.dtype, device=device).copy_(grad)
-            found = pair.backward([grad, *saved], device)
+            saved[0] = grad
+            found = pair.backward(saved, device)
         grads: list[Tensor | None] = [None] * ctx.count
         for place, one in zip(pair.wanted, found, strict=True):
             grads[place] = one

@@ -225,15 +225,16 @@ class Recording:
                 lines.append(f"del {', '.join(f'v{slot}' for slot in free)}")
         results = ["None" if slot is None else f"v{slot}" for slot in output]
         lines.append(f"return {results[0] if single else '(' + ', '.join(results) + ',)'}")
-        given = [f"v{slot}" for slot in range(tape.inputs)]
-        inputs = ", ".join(["device", *given, *(f"v{slot}=v{slot}" for slot in tape.constants)])
+        inputs = ", ".join(["device", "given", *(f"v{slot}=v{slot}" for slot in tape.constants)])
+        lines = ["".join(f"v{slot}, " for slot in range(tape.inputs)) + "= given", "given.clear()", *lines]
         self.source = "\n    ".join([f"def replay({inputs}):", *lines])
         self.makes = len(steps)
         exec(self.source, self.names)
         self.replay: Callable[..., Any] = self.names["replay"]
 
-    def __call__(self, inputs: Sequence[Any], device: torch.device) -> Any:
-        return self.replay(device, *inputs)
+    def __call__(self, inputs: list[Any], device: torch.device) -> Any:
+        """The function's results. The list is emptied, so that an input nobody else holds goes after its last use."""
+        return self.replay(device, inputs)
 
     def _name(self, value: Any) -> str:
         name = f"c{len(self.names)}"
