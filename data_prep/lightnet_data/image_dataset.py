@@ -46,6 +46,13 @@ class _Samples(torch.utils.data.Dataset[Sample]):
         self.samples_per_epoch = len(self.store)
         if not self.samples_per_epoch:
             raise DataError(f"{folder}: split {split} holds no sample; make it again")
+        outside = (self.store.labels < 0) | (self.store.labels >= len(self.classes))
+        if outside.any():
+            number, count = int(outside.argmax()), len(self.classes)
+            raise DataError(
+                f"{folder}/{split}: sample {number} is of class {self.store.labels[number]}, classes.json has {count}, 0 to "
+                f"{count - 1}; restore both files or make the folder again"
+            )
 
     def __len__(self) -> int:
         """Samples of one epoch."""

@@ -60,7 +60,8 @@ def _open(data: bytes) -> Any:
     except (image.DecompressionBombError, image.DecompressionBombWarning) as error:
         raise BadImage("corrupt", f"too many pixels ({error})") from None
     except Exception as error:  # pillow's readers raise OSError, SyntaxError, ValueError, struct.error and more
-        raise BadImage("corrupt", "cannot be decoded (" + str(error).replace(repr(error.args), "")[:90] + ")") from None
+        said = str(error).replace(repr(error.args), "").split(" <_io")[0]  # pillow names the buffer
+        raise BadImage("corrupt", f"cannot be decoded ({said[:90]})") from None
     return opened
 
 

@@ -34,15 +34,24 @@ def require_webdataset() -> Any:
 
 
 class _Hashed:
-    """A file that is hashed as it is written."""
+    """A file that is hashed as it is written, until it is given up."""
+
+    given_up = False
 
     def __init__(self, path: Path) -> None:
         self.file, self.digest, self.bytes = path.open("wb"), hashlib.sha256(), 0
 
     def write(self, data: bytes) -> None:
+        if self.given_up:  # a tar's stream writes its end when it is collected
+            return
         self.digest.update(data)
         self.bytes += len(data)
         self.file.write(data)
+
+    def give_up(self) -> None:
+        """Close it unfinished; what is still written goes nowhere."""
+        self.given_up = True
+        self.file.close()
 
 
 class SampleWriter:
@@ -107,7 +116,7 @@ class SampleWriter:
         if kind is None:
             self._writer.close()
         elif self._open is not None:
-            self._open.file.close()
+            self._open.give_up()
 
     def index(self) -> NDArray[np.int64]:
         """int64 [samples, 4]: shard, offset and bytes of the data, class."""

@@ -152,6 +152,12 @@ class Sentences(torch.utils.data.Dataset[dict[str, Any]]):
                 "again with as many, or set data.sequence_length"
             )
         self.regression, self.seed, self.shuffle = self.facts["classes"] is None, seed, shuffle
+        count = len(self.facts["classes"] or ())
+        wrong = ~np.isfinite(self.labels) if self.regression else ~np.isin(self.labels, np.arange(count))
+        if wrong.any():
+            at = int(wrong.argmax())
+            wanted = "a finite number" if self.regression else f"a class, 0 to {count - 1}"
+            raise DataError(f"{location}: the label of sample {at} is {self.labels[at]}, not {wanted}; write it again")
         self._epochs: dict[int, Permutation] = {}
 
     def __len__(self) -> int:

@@ -86,6 +86,11 @@ def eval_(
         raise UserError(
             f"{checkpoint}: holds a denoiser; measure its images: lightnet sample --reference DIR --features RUN"
         )
+    if head in ("masked_lm", "sequence_classifier"):
+        raise UserError(
+            f"{checkpoint}: holds a {head}; lightnet eval measures language models and image classifiers. Its validation is in "
+            "its metrics (lightnet report), and lightnet glue fine-tunes a masked_lm and measures it"
+        )
     if head == "classifier":
         from .eval_images import measure_images
 

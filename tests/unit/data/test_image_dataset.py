@@ -121,6 +121,18 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
         data[-1]
 
 
+@pytest.mark.parametrize("label", [3, -1])
+def test_a_label_outside_the_classes_names_its_sample(folder: Path, tmp_path: Path, label: int) -> None:
+    import shutil
+
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    index = np.load(copy / "train.index.npy")
+    index[4, 3] = label
+    np.save(copy / "train.index.npy", index)
+    with pytest.raises(DataError, match=rf"train: sample 4 is of class {label}, classes.json has 3, 0 to 2"):
+        ImageSamples(copy, "train")
+
+
 def test_a_changed_shard_is_named(folder: Path, tmp_path: Path) -> None:
     import shutil
 

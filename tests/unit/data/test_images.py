@@ -1,5 +1,6 @@
 """``lightnet data images``: folders and tars to shards that WebDataset and our index read; bad images; interruptions."""
 
+import gc
 import io
 import json
 import subprocess
@@ -176,13 +177,25 @@ def test_resized(tmp_path: Path) -> None:
 
 BAD = {
     "cut": (picture(0)[:-60], "corrupt", "cannot be decoded"),
-    "no image": (b"words", "corrupt", "cannot be decoded"),
+    "no image": (b"words", "corrupt", "cannot be decoded (cannot identify image file)"),
     "empty": (b"", "corrupt", "cannot be decoded"),
     "grey": (picture(0, mode="L"), "channels", "1 channel (mode L)"),
     "transparent": (picture(0, mode="RGBA"), "channels", "4 channels (mode RGBA)"),
     "CMYK": (picture(0, mode="CMYK", kind="JPEG"), "channels", "4 channels (mode CMYK)"),
     "tiny": (picture(0, (15, 40)), "tiny", "15 x 40 pixels, smaller than 16"),
 }
+
+
+def test_a_bad_image_behind_good_ones_says_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shard that was begun is given up: Python would print what fails when it collects it."""
+    unraised: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraised.append)
+    with pytest.raises(ZeroDivisionError), sample_shards.SampleWriter(tmp_path, "train") as writer:
+        writer.add("png", picture(0), 0, {})
+        raise ZeroDivisionError
+    del writer
+    gc.collect()
+    assert not unraised
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -124,6 +124,10 @@ def test_folders_that_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no manifest"):
         sentences.load(tmp_path)
     whole = (folder / "dev.npz").read_bytes()
+    with np.load(folder / "dev.npz") as arrays:
+        np.savez(folder / "dev.npz", **{**arrays, "labels": np.array([0.0, 3.0, 1.0])})
+    with pytest.raises(DataError, match=r"dev: the label of sample 1 is 3\.0, not a class, 0 to 2"):
+        Sentences(f"{folder}/dev", 16)
     (folder / "dev.npz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=r"dev.npz: not readable .*write the folder again"):
         Sentences(f"{folder}/dev", 16)
