@@ -132,10 +132,16 @@ class LatentSamples(_Samples):
 
     def stored(self, number: int) -> NDArray[np.float16]:
         """What is stored of a sample, fp16 [1 or 2, 2, C, h, w]."""
-        array: NDArray[np.float16] = np.load(io.BytesIO(self.store.read(number)[0]), allow_pickle=False)
+        data, where = self.store.read(number)[0], f"{self.store.where(number)}: sample {number}"
+        try:
+            array: NDArray[np.float16] = np.load(io.BytesIO(data), allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            said = str(error).partition(chr(10))[0][:80]
+            raise DataError(f"{where} is no stored latent ({said}); copy it again") from None
         if list(array.shape) != self.stored_shape:
-            where = f"{self.store.where(number)}: sample {number}"
             raise DataError(f"{where} is {list(array.shape)}, the manifest says {self.stored_shape}; copy it again")
+        if not np.isfinite(array).all():
+            raise DataError(f"{where} holds values that are not finite; copy it again, or make the latents again")
         return array
 
     def __getitem__(self, position: int) -> Sample:

@@ -4,6 +4,7 @@ import io
 import math
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,6 +151,34 @@ def test_a_changed_shard_is_named(folder: Path, tmp_path: Path) -> None:
         data[3]
     with pytest.raises(DataError, match=r"bytes, the manifest says"):
         ImageSamples(copy, "train")
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (b"no array at all", "sample 2 is no stored latent"),
+        (np.full((2, 2, 4, 2, 3), np.nan, np.float16), "sample 2 holds values that are not finite"),
+        (np.zeros((2, 2, 4, 3, 2), np.float16), r"sample 2 is \[2, 2, 4, 3, 2\], the manifest says"),
+    ],
+)
+def test_a_changed_latent_is_named(latents: Path, tmp_path: Path, what: Any, words: str) -> None:
+    import shutil
+
+    copy = shutil.copytree(latents, tmp_path / "copy")
+    buffer = io.BytesIO()
+    if isinstance(what, bytes):
+        buffer.write(what)
+    else:
+        np.save(buffer, what)
+    shard, offset, size, _ = np.load(copy / "train.index.npy")[2]
+    path = copy / f"train-{shard:06d}.tar"
+    content = bytearray(path.read_bytes())
+    content[offset : offset + size] = buffer.getvalue().ljust(size, b"\0")[:size]
+    path.write_bytes(content)
+    data = LatentSamples(copy, "train", shuffle=False)
+    assert np.isfinite(data[1]["latent"]).all()
+    with pytest.raises(DataError, match=words):
+        data[2]
 
 
 @given(width=st.integers(1, 700), height=st.integers(1, 700), sample=st.integers(0, 2**40))
