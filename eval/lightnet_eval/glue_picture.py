@@ -13,6 +13,8 @@ from typing import Any
 
 from lightnet_llm.errors import UserError
 
+COLUMNS = 3  # panels side by side
+
 
 def draw(reports: dict[str, dict[str, Any]], path: str | Path) -> None:
     """Scores of every task by model, and how the first model's best run takes classes for each other.
@@ -34,9 +36,13 @@ def draw(reports: dict[str, dict[str, Any]], path: str | Path) -> None:
         for best in [max((run for run in task["runs"] if run["rate"] == task["rate"]), key=_score)]
         for split in best["confusion"]
     ]
-    panels = 1 + len(matrices)
-    figure, axes = pyplot.subplots(1, panels, figsize=(6 * panels, 5), layout="constrained", squeeze=False)
-    bars, width = axes[0][0], 0.8 / len(reports)
+    columns = min(1 + len(matrices), COLUMNS)
+    lines = -(-(1 + len(matrices)) // columns)
+    figure, grid = pyplot.subplots(
+        lines, columns, figsize=(6 * columns, 5 * lines), layout="constrained", squeeze=False
+    )
+    bars, *plots = grid.flatten()
+    width = 0.8 / len(reports)
     for index, (name, report) in enumerate(reports.items()):
         tasks = [report["tasks"].get(key) for key in first]
         scores = [100 * task["score"] if task else 0.0 for task in tasks]
@@ -47,7 +53,9 @@ def draw(reports: dict[str, dict[str, Any]], path: str | Path) -> None:
     bars.set_xticks(range(len(first)), [task["name"] for task in first.values()])
     bars.set(ylabel="score in hundredths", title="best rate, mean over seeds")
     bars.legend(loc="lower right")
-    for plot, (title, names, counts) in zip(axes[0][1:], matrices, strict=True):
+    for plot in plots[len(matrices) :]:
+        plot.set_axis_off()
+    for plot, (title, names, counts) in zip(plots, matrices, strict=False):
         shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
         plot.imshow(shares, cmap="Blues", vmin=0, vmax=1)
         plot.set_xticks(range(len(names)), names, rotation=60, ha="right")
