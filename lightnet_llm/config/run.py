@@ -88,6 +88,12 @@ class OptimizerConfig(Section):
     """AdamW with decoupled weight decay; norms, biases, theta and TPE are never decayed."""
 
     learning_rate: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
+    rate_batch: int | None = Field(
+        default=None,
+        gt=0,
+        description="Samples an update that learning_rate is meant for: it is multiplied by train.global_batch / this "
+        "(DeiT: 512); null: by nothing.",
+    )
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="Adam's beta1 and beta2.")
     eps: float = Field(default=1e-8, gt=0, description="Adam's epsilon.")
     weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay on matrices.")
@@ -325,6 +331,12 @@ class RunConfig(Section):
     deepspeed: dict[str, Any] = Field(
         default_factory=dict, description="Passed through to DeepSpeed for what is not modelled here."
     )
+
+    @property
+    def rate_scale(self) -> float:
+        """What the learning rate is multiplied by, see ``optimizer.rate_batch``."""
+        given = self.optimizer.rate_batch
+        return 1.0 if given is None else self.train.global_batch / given
 
     @model_validator(mode="after")
     def _sentences(self) -> "RunConfig":

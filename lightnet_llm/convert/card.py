@@ -114,9 +114,8 @@ def card(name: str, model: ModelConfig, config: RunConfig, facts: dict[str, Any]
             rows.append((label, ", ".join(f"{k.replace('_', ' ')} {_shown(v)}" for k, v in value.items())))
         else:
             rows.append((label, _shown(value)))
-    optimizer = config.optimizer
     rows += [
-        ("learning rate", f"{optimizer.learning_rate:g}, {config.schedule.kind}"),
+        ("learning rate", f"{config.optimizer.learning_rate * config.rate_scale:g}, {config.schedule.kind}"),
         ("global batch", f"{config.train.global_batch} samples"),
     ]
     reading = "`training/` holds the run's configuration as it was;"

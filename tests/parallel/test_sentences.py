@@ -126,6 +126,16 @@ def test_a_stopped_run_goes_on(
         assert found[step][:2] == (pytest.approx(row[0], abs=1e-5), pytest.approx(row[1], rel=1e-4))
 
 
+def test_a_rate_for_another_batch_is_scaled(
+    ranks: Ranks, configs: dict[str, Path], one: dict[str, Path], tmp_path: Path
+) -> None:
+    scaled = ["optimizer.learning_rate=1.2e-2", "optimizer.rate_batch=16"]  # of 8
+    rows = ranks.train(1, configs["classes"], [*scaled, "train.stop_at_step=5"], tmp_path, "scaled")
+    fields = (*FIELDS, "learning_rate")
+    wanted = {step: row for step, row in steps_of(read_metrics(one["classes"]), *fields).items() if step <= 5}
+    assert steps_of(rows, *fields) == wanted
+
+
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_it_starts_from_a_masked_models_weights(
     ranks: Ranks, configs: dict[str, Path], tiny: Path, tmp_path: Path, tied: bool
