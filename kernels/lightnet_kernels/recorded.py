@@ -22,6 +22,7 @@ from .operators import FULL, PLAIN, SIMPLE
 from .recording import Recording, Slot, Tape, on_tape, roots
 
 RECORDINGS = 64  # layouts remembered
+GPU = "cuda"
 _recordings: OrderedDict[Any, Any] = OrderedDict()
 
 
@@ -79,42 +80,40 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 
 
 class _Pair(NamedTuple):
-    """``forward`` gives the output and what ``backward`` needs before the output's gradient; ``alone`` the output."""
+    """``forward`` gives the outputs and what ``backward`` needs after the outputs' gradients; ``alone`` the outputs."""
 
     alone: Recording
     forward: Recording | None
     backward: Recording | None
     wanted: tuple[int, ...]  # inputs that ``backward`` gives gradients of, in its order
-    stride: tuple[int, ...]  # of the gradient
+    strides: tuple[tuple[int, ...], ...]  # of the outputs' gradients
 
 
 class _Replay(torch.autograd.Function):
     """One node for the whole function."""
 
     @staticmethod
-    def forward(ctx: Any, pair: _Pair, again: bool, *inputs: Any) -> Tensor:
-        device = inputs[0].device
+    def forward(ctx: Any, pair: _Pair, again: bool, *inputs: Any) -> Any:
+        device, outputs = inputs[0].device, len(pair.strides)
         ctx.pair, ctx.again, ctx.count = pair, again, len(inputs)
         with torch._C._AutoDispatchBelowAutograd():
             if again:
                 ctx.save_for_backward(*inputs)
-                output: Tensor = pair.alone([*inputs], device)
-                return output
+                return pair.alone([*inputs], device)
             assert pair.forward is not None
-            output, *saved = pair.forward([*inputs], device)
-        ctx.save_for_backward(*saved)
-        return output
+            found = pair.forward([*inputs], device)
+        ctx.save_for_backward(*found[outputs:])
+        return found[0] if outputs == 1 else found[:outputs]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
         if torch.is_grad_enabled():  # create_graph
             raise RuntimeError("a recorded function has no second derivative; call the function itself")
-        pair, device = ctx.pair, grad.device
+        pair, device, outputs = ctx.pair, upstream[0].device, len(upstream)
+        saved = [*ctx.saved_tensors]  # which may compute them, and needs autograd for it
         with torch._C._AutoDispatchBelowAutograd():
-            saved = [None, *ctx.saved_tensors] if not ctx.again else [*pair.forward([*ctx.saved_tensors], device)]
-            if grad.stride() != pair.stride:
-                grad = torch.empty_strided(grad.shape, pair.stride, dtype=grad.dtype, device=device).copy_(grad)
-            saved[0] = grad
+            saved = [*pair.forward(saved, device)] if ctx.again else [*upstream, *saved]
+            saved[:outputs] = [_laid_out(x, stride) for x, stride in zip(upstream, pair.strides, strict=True)]
             found = pair.backward(saved, device)
         grads: list[Tensor | None] = [None] * ctx.count
         for place, one in zip(pair.wanted, found, strict=True):
@@ -122,52 +121,71 @@ class _Replay(torch.autograd.Function):
         return None, None, *grads
 
 
-def recordable(x: Tensor) -> bool:
-    """Whether a function of such a tensor may be recorded: on a GPU with this package's kernels."""
-    return x.device.type == "cuda" and kernels("triton_norms") is not None and not _busy()
+def _laid_out(x: Tensor, stride: tuple[int, ...]) -> Tensor:
+    return x if x.stride() == stride else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def recordable(x: Tensor, decided: dict[Any, Any] | None = None) -> bool:
+    """Whether a function of such a tensor may be recorded: on a GPU with this package's kernels; and where activation
+    checkpointing, which counts the tensors that both of its passes save, makes sure that both decide alike."""
+    hooks = decided is None and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return x.device.type == GPU and kernels("triton_norms") is not None and not (hooks or _busy())
 
 
 def recorded(
-    run: Callable[..., Tensor], inputs: Sequence[Tensor], opaque: Sequence[Tensor | None], key: Any, again: bool = False
-) -> Tensor:
-    """``run(inputs[0], *opaque)``, from a recording where one is there.
+    run: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    opaque: Sequence[Tensor | None],
+    key: Any,
+    again: bool = False,
+    decided: dict[Any, Any] | None = None,
+) -> Any:
+    """``run(*inputs, *opaque)``, from a recording where one is there.
 
     Args:
-        run: a function of these tensors that returns a new one and changes none. It must do the same steps whenever the
-            key, the inputs' layouts and which of the opaque ones are None are the same.
-        inputs: the first is an argument of ``run``; the others it reads itself: parameters and buffers.
+        run: a function of these tensors that returns a new tensor, or a tuple of some, and changes none. It must do the
+            same steps whenever the key, the layouts of inputs and weights, and which of the opaque ones are None are the
+            same.
+        inputs: at least one.
+        weights: all other tensors that ``run`` reads: parameters and buffers.
         opaque: tensors that reach only operators of this package (cu_seqlens), of any shape and values.
         key: hashable; what else decides the steps.
         again: keep the inputs only, and compute the rest again in the backward pass (activation checkpointing).
+        decided: where something else calls all this again in the backward pass, a dictionary of the first pass: what was
+            done then, by key, is done again.
 
     To be called where `recordable`.
 
     Returns:
-        The output, differentiable in every input that requires a gradient; bits are those of ``run``.
+        The outputs, differentiable in every tensor that requires a gradient; bits are those of ``run``.
     """
-    grad = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    layout = tuple([(x.shape, x.stride(), x.dtype, x.requires_grad) for x in inputs])
-    first = inputs[0]
-    name = (key, layout, tuple([x is None for x in opaque]), grad, first.device, torch.get_default_dtype())
+    tensors = [*inputs, *weights]
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    layout = tuple([(x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors])
+    device = tensors[0].device
+    name = (key, len(inputs), layout, tuple([x is None for x in opaque]), grad, device, torch.get_default_dtype())
     known: Any = _recordings.get(name)
-    if known == "met":
-        known = _recordings[name] = _record(run, inputs, opaque, grad) or "plain"
+    if decided is not None and key in decided:
+        known = decided[key]
+    elif known == "met":
+        known = _recordings[name] = _record(run, inputs, weights, opaque, grad) or "plain"
     elif known is None:
         while len(_recordings) >= RECORDINGS:
             _recordings.popitem(last=False)
-        _recordings[name] = "met"
+        _recordings[name] = known = "met"
+    if decided is not None:
+        decided[key] = known
     if not isinstance(known, _Pair):
         if again and grad:
-            output: Tensor = checkpoint(run, first, *opaque, use_reentrant=False)
-            return output
-        return run(first, *opaque)
-    _recordings.move_to_end(name)
+            return checkpoint(run, *inputs, *opaque, use_reentrant=False)
+        return run(*inputs, *opaque)
+    if name in _recordings:
+        _recordings.move_to_end(name)
     if grad:
-        output = _Replay.apply(known, again, *inputs, *opaque)
-    else:
-        with torch._C._AutoDispatchBelowAutograd():
-            output = known.alone([*inputs, *opaque], first.device)
-    return output
+        return _Replay.apply(known, again, *tensors, *opaque)
+    with torch._C._AutoDispatchBelowAutograd():
+        return known.alone([*tensors, *opaque], device)
 
 
 def _busy() -> bool:
@@ -181,39 +199,50 @@ def _busy() -> bool:
     )
 
 
-def _record(run: Callable[..., Tensor], inputs: Sequence[Tensor], opaque: Sequence[Any], grad: bool) -> _Pair | None:
+def _record(
+    run: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    opaque: Sequence[Any],
+    grad: bool,
+) -> _Pair | None:
     """The function's steps and those of its gradients; None where they cannot be repeated.
 
-    The function runs once more for it, on the same tensors, and its backward pass on a gradient of zeros.
+    The function runs once more for it, on the same tensors, and its backward pass on gradients of zeros.
     """
-    if any(type(x) not in PLAIN or x._backward_hooks for x in inputs):
+    if any(type(x) not in PLAIN or x._backward_hooks for x in (*inputs, *weights)):
         return None
-    first = inputs[0].detach().requires_grad_(grad and inputs[0].requires_grad)
-    given = [first, *inputs[1:], *opaque]
-    if len({id(x) for x in given if x is not None}) < sum(x is not None for x in given):
+    leaves = [x.detach().requires_grad_(grad and x.requires_grad) for x in inputs]
+    given = [*leaves, *weights, *opaque]
+    present = [x for x in given if x is not None]
+    if len({id(x) for x in present}) < len(present):
         return None
     forward, kept = _GradTape(given, len(opaque)), _Kept()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         with kept.hooks(forward), forward:
-            output = run(first, *opaque)
-        if forward.known(output) is None or any(output is x for x in given):
+            result = run(*leaves, *opaque)
+        outputs = (result,) if isinstance(result, Tensor) else tuple(result)
+        if any(forward.known(x) is None or any(x is y for y in present) for x in outputs):
             return None
-        alone = forward.finish(output)
+        strides = tuple(x.stride() for x in outputs)
+        alone = forward.finish(result)
         if alone is None or not grad:
-            return None if alone is None else _Pair(alone, None, None, (), output.stride())
+            return None if alone is None else _Pair(alone, None, None, (), strides)
+        if not all(x.requires_grad for x in outputs):
+            return None
         wanted = tuple(place for place, x in enumerate(given) if x is not None and x.requires_grad)
-        upstream, saved = torch.zeros_like(output), kept.roots(forward)
-        backward = _GradTape([upstream, *saved.values()])
+        upstream, saved = [torch.zeros_like(x) for x in outputs], kept.roots(forward)
+        backward = _GradTape([*upstream, *saved.values()])
         for x, base in kept.views(forward):
             backward.viewed(backward.slot(x), backward.reads(base), x, base)
         with backward:
-            found = torch.autograd.grad(output, [given[place] for place in wanted], upstream, allow_unused=True)
-    whole, back = forward.finish((output, *saved.values())), backward.finish(tuple(found))
+            found = torch.autograd.grad(outputs, [given[place] for place in wanted], upstream, allow_unused=True)
+    whole, back = forward.finish((*outputs, *saved.values())), backward.finish(tuple(found))
     if kept.failed or whole is None or back is None:
         return None
-    return _Pair(alone, whole, back, wanted, output.stride())
+    return _Pair(alone, whole, back, wanted, strides)
 
 
 class _Kept:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightnet_kernels import additive_scan
@@ -42,28 +43,60 @@ class LightNetAttention(nn.Module):
         self, x: Tensor, context: ForwardContext, state: Any = None, return_state: bool = False
     ) -> tuple[Tensor, Any]:
         """[B, N, width] to the same, and the scan state after the last token (None unless asked for)."""
-        enter = self.layers_set.enter
-        inside = enter(x)
-        shape = (*inside.shape[:2], self.heads, -1)
-        query, key, value = self.qkv(inside).view(*inside.shape[:2], self.heads, 3, self.head_width).unbind(-2)
+        out, gate, after = self.mix(x, self.project(x), self.gate, context, state, return_state)
+        return self.finish(out, gate), after
+
+    def project(self, x: Tensor) -> Tensor:
+        """[B, N, width] to queries, keys and values of this rank's heads, [B, N, heads x 3 x head width]."""
+        projected: Tensor = self.qkv(self.layers_set.enter(x))
+        return projected
+
+    def gate(self, x: Tensor) -> Tensor:
+        """[B, N, width] to U, [B, N, heads, head width]."""
+        gate: Tensor = self.gate_up(self.layers_set.enter(self.gate_down(x)))
+        return gate.view(*gate.shape[:2], self.heads, -1)
+
+    def finish(self, out: Tensor, gate: Tensor) -> Tensor:
+        """[B, N, heads, head width], both, to [B, N, width]."""
+        finished: Tensor = self.output(self.norm(out, gate).flatten(-2))
+        return finished
+
+    def mix(
+        self,
+        x: Tensor,
+        projected: Tensor,
+        gate: Callable[[Tensor], Tensor],
+        context: ForwardContext,
+        state: Any,
+        return_state: bool,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """What of attention tokens do together.
+
+        Args:
+            x: as `forward` takes it; projected: of it, see `project`.
+            gate: `gate`, or what does the same.
+
+        Returns:
+            (out, gate of x, both [B, N, heads, head width], and the state as `forward` does).
+        """
+        query, key, value = projected.view(*projected.shape[:2], self.heads, 3, self.head_width).unbind(-2)
         gates: list[Tensor] = []
 
-        def gate() -> None:  # needs nothing of other ranks, so it is computed while their states are on the way
-            gates.append(self.gate_up(enter(self.gate_down(x))).view(shape))
+        def meanwhile() -> None:  # needs nothing of other ranks, so it is computed while their states are on the way
+            gates.append(gate(x))
 
         if context.exchange is None:
-            gate()
+            meanwhile()
         if context.decode:
-            out = decode_step(state, query[:, 0], key[:, 0], value[:, 0])[:, None]
-            return self.output(self.norm(out, gates[0]).flatten(-2)), None
+            return decode_step(state, query[:, 0], key[:, 0], value[:, 0])[:, None], gates[0], None
         decay = None
         if self.config.decay == "independent":
-            decay = self.decay_up(enter(self.decay_down(x))).view(shape)
+            decay = self.decay_up(self.layers_set.enter(self.decay_down(x)))
+            decay = decay.view(*decay.shape[:2], self.heads, -1)
         if self.config.mixer == "softmax":
             if state is not None or return_state:
                 raise ValueError("mixer: softmax has no state to continue from or to return")
-            out = softmax_attention(query, key, value, context, self.config.causal)
-            return self.output(self.norm(out, gates[0]).flatten(-2)), None
+            return softmax_attention(query, key, value, context, self.config.causal), gates[0], None
         theta = self.lrpe() if self.lrpe is not None else None
         result = additive_scan(
             query,
@@ -77,7 +110,7 @@ class LightNetAttention(nn.Module):
             initial_state=state,
             causal=self.config.causal,
             return_state=return_state,
-            exchange=context.exchange and context.exchange.scan(theta, meanwhile=gate),
+            exchange=context.exchange and context.exchange.scan(theta, meanwhile=meanwhile),
         )
         out, after = result if return_state else (result, None)
-        return self.output(self.norm(out, gates[0]).flatten(-2)), after
+        return out, gates[0], after

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lightnet_kernels import recordable, recorded, swiglu
+from lightnet_kernels import swiglu
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +15,7 @@ from .context import ForwardContext
 from .dropout import drop_path, dropout
 from .layers import PlainLayers
 from .norms import Norm, ResidualNorm
+from .recorded import replayed
 
 
 class GatedLinearUnit(nn.Module):
@@ -32,15 +33,6 @@ class GatedLinearUnit(nn.Module):
         """[B, N, width] to the same."""
         inside = self.layers_set.enter(x)
         return self.down(swiglu(self.gate(inside), self.up(inside)))
-
-
-def _gather(module: nn.Module, tensors: list[Tensor], kinds: list[Any]) -> bool:
-    """Adds all parameters and buffers in order, and modules' types; false where a hook waits for a module's call."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return False
-    kinds.append(type(module))
-    tensors += [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
-    return all(_gather(child, tensors, kinds) for child in module._modules.values() if child is not None)
 
 
 class Block(nn.Module):
@@ -62,38 +54,60 @@ class Block(nn.Module):
         self, x: Tensor, context: ForwardContext, state: Any = None, return_state: bool = False
     ) -> tuple[Tensor, Any]:
         """[B, N, width] to the same, and the scan state after the last token (None unless asked for)."""
-        if not return_state and self._recordable(x, context, state):
-            return self._recorded(x, context), None
-        if self.recompute and self.training and not return_state:
-            return checkpoint(self._run, x, context, state, False, use_reentrant=False)
+        again = self.recompute and self.training and not return_state
+        packed = context.cu_seqlens is not None and not self.causal  # where bounds are arguments of operators
+        if not (packed or return_state or context.exchange) and state is None and self._repeats(context):
+            whole = self._whole(x, context, again)
+            if whole is not None:
+                return whole, None
+        if again:
+            return checkpoint(self._run, x, context, state, False, {}, use_reentrant=False)
         return self._run(x, context, state, return_state)
 
-    def _recordable(self, x: Tensor, context: ForwardContext, state: Any) -> bool:
-        """Whether the steps of this block follow from what `recorded` looks at."""
+    def _repeats(self, context: ForwardContext) -> bool:
+        """Whether a block's steps are those of another."""
         drops = context.dropout is not None and (self.dropout > 0 or self.drop_path > 0)
-        alone = context.exchange is None and self.layers_set.tensor_parallel == 1
-        packed = context.cu_seqlens is not None and not self.causal  # bounds are arguments of operators
-        return alone and state is None and not (context.decode or drops or packed) and recordable(x)
+        return not drops and not context.decode and self.layers_set.tensor_parallel == 1
 
-    def _recorded(self, x: Tensor, context: ForwardContext) -> Tensor:
-        inputs: list[Tensor] = [x]
-        kinds: list[Any] = [self.key]
-        if not _gather(self, inputs, kinds):
-            return self._run(x, context, None, False)[0]
+    def _whole(self, x: Tensor, context: ForwardContext, again: bool) -> Tensor | None:
+        def run(x: Tensor, *others: Any) -> Tensor:
+            return self._run(x, replace(context, cu_seqlens=others[-1]), None, False)[0]
 
-        def run(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-            return self._run(x, replace(context, cu_seqlens=cu_seqlens), None, False)[0]
+        others = [y for y in (context.coordinates, context.key_mask) if y is not None]
+        key = (self.key, context.coordinates is None, context.key_mask is None)
+        return replayed(run, [self], [x], others, [context.cu_seqlens], key, again)
 
-        extra = [y for y in (context.coordinates, context.key_mask) if y is not None]
-        kinds += [context.coordinates is None, context.key_mask is None]
-        again = self.recompute and self.training
-        return recorded(run, [*inputs, *extra], [context.cu_seqlens], tuple(kinds), again)
+    def _run(
+        self,
+        x: Tensor,
+        context: ForwardContext,
+        state: Any,
+        return_state: bool,
+        decided: dict[Any, Any] | None = None,
+    ) -> tuple[Tensor, Any]:
+        place, attention = 2 * self.index + 1, self.attention  # place 0 is the embedding
+        parts = context.exchange is not None and self._repeats(context)
 
-    def _run(self, x: Tensor, context: ForwardContext, state: Any, return_state: bool) -> tuple[Tensor, Any]:
-        place = 2 * self.index + 1  # place 0 is the embedding
-        y, after = self.attention(self.attention_norm(x), context, state, return_state)
-        x, inside = self.glu_norm(x, self._dropped(y, context, place))
-        return x + self._dropped(self.glu(inside), context, place + 1), after
+        def start(x: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.attention_norm(x)
+            return x, attention.project(x)
+
+        def end(x: Tensor, out: Tensor, gate: Tensor) -> Tensor:
+            x, inside = self.glu_norm(x, self._dropped(attention.finish(out, gate), context, place))
+            return x + self._dropped(self.glu(inside), context, place + 1)
+
+        def part(run: Any, modules: list[nn.Module], *inputs: Tensor) -> Any:
+            name = (self.key, run.__name__)
+            found = replayed(run, modules, inputs, [], [], name, decided=decided) if parts else None
+            return run(*inputs) if found is None else found
+
+        def gate(x: Tensor) -> Tensor:
+            found: Tensor = part(attention.gate, [attention.gate_down, attention.gate_up], x)
+            return found
+
+        normed, projected = part(start, [self.attention_norm, attention.qkv], x)
+        out, gated, after = attention.mix(normed, projected, gate, context, state, return_state)
+        return part(end, [attention.norm, attention.output, self.glu_norm, self.glu], x, out, gated), after
 
     def _dropped(self, branch: Tensor, context: ForwardContext, place: int) -> Tensor:
         branch = dropout(branch, self.dropout, context.dropout, place)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lightnet_llm.config.model import ModelConfig
-from lightnet_llm.models import CausalLM, block, initialize
+from lightnet_llm.models import CausalLM, initialize, recorded
+from lightnet_llm.models.block import Block
 from lightnet_llm.models.context import ForwardContext
 from lightnet_llm.models.parameters import spec_of
 
@@ -44,12 +45,12 @@ def steps(model: CausalLM) -> Iterator[tuple[list[Tensor], int]]:
 
 @pytest.mark.parametrize("every", [0, 1])
 def test_bits_and_memory(model: CausalLM, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = [x for x in model.modules() if isinstance(x, block.Block)]
+    blocks = [x for x in model.modules() if isinstance(x, Block)]
     for one in blocks:
         one.recompute = bool(every)
     found = list(steps(model))
-    used = block.recordable
-    monkeypatch.setattr(block, "recordable", lambda x: False)
+    used = recorded.recordable
+    monkeypatch.setattr(recorded, "recordable", lambda x, decided=None: False)
     plain = list(steps(model))
     assert used(torch.ones(1, device="cuda"))
     for (one, _), (two, _) in zip(found, plain, strict=True):

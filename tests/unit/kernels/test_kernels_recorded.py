@@ -37,7 +37,7 @@ class Example(nn.Module):
         return mixed.sum(-1, keepdim=True) + mixed @ self.fixed.t()
 
     def call(self, x, opaque=(None,), again=False, key="example"):
-        return recorded(self, [x, *self.parameters()], opaque, key, again)
+        return recorded(self, [x], [*self.parameters()], opaque, key, again)
 
 
 def draw(seed, *shape):
@@ -164,8 +164,25 @@ CONSTANT = torch.arange(4.0)
 def test_what_cannot_be_repeated_is_run(run):
     for seed in range(4):
         x, cu = draw(seed, 3, 4).requires_grad_(), torch.tensor([0, seed, 5])
-        assert torch.equal(recorded(run, [x], [cu], "odd"), run(x, cu))
+        assert torch.equal(recorded(run, [x], [], [cu], "odd"), run(x, cu))
     assert not pairs()
+
+
+def test_several_inputs_and_outputs():
+    """Also where the loss reads only one of them."""
+    model = Example(0)
+
+    def run(x, y):
+        return (x @ model.first.t()) * y.sum(), x * y.sigmoid()
+
+    for seed in range(3):
+        x, y = draw(seed, 3, 4).requires_grad_(), draw(seed + 5, 3, 4).requires_grad_()
+        for use in (lambda a, b: a.sum() + (b * b).sum(), lambda a, b: b.sum(), lambda a, b: a.square().sum()):
+            leaves = [x, y, model.first]
+            wanted = torch.autograd.grad(use(*run(x, y)), leaves, allow_unused=True, materialize_grads=True)
+            got = torch.autograd.grad(use(*recorded(run, [x, y], [model.first], [], "two")), leaves)
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert len(pairs()) == 1
 
 
 def test_hooks_and_other_tensors_are_run():
@@ -183,12 +200,12 @@ def test_a_failure_leaves_no_recording():
 
     for _ in range(3):
         with pytest.raises(RuntimeError, match="here"):
-            recorded(fails, [torch.ones(2)], [None], "fails")
+            recorded(fails, [torch.ones(2)], [], [None], "fails")
     assert not pairs() and torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
 def test_recordings_are_few():
     with torch.no_grad():
         for size in range(module.RECORDINGS + 5):
-            recorded(lambda x, _: x + 1, [torch.ones(size + 1)], [None], "few")
+            recorded(lambda x, _: x + 1, [torch.ones(size + 1)], [], [None], "few")
     assert len(module._recordings) == module.RECORDINGS

@@ -261,7 +261,8 @@ def test_replays_give_the_same_bits(call):
 def test_blocks_are_recorded_whole(causal, again, monkeypatch):
     """Two blocks of other weights, batches of other packings: one recording, and the bits of their modules."""
     from lightnet_llm.config.model import ModelConfig
-    from lightnet_llm.models import block as module
+    from lightnet_llm.models import recorded as module
+    from lightnet_llm.models.block import Block
     from lightnet_llm.models.context import ForwardContext
     from lightnet_llm.models.layers import PlainLayers
     from lightnet_llm.models.parameters import spec_of
@@ -278,7 +279,7 @@ def test_blocks_are_recorded_whole(causal, again, monkeypatch):
                 by = lambda *a, choose=choose, at=at, **k: choose(*a[:at], "triton", *a[at + 1 :], **k)  # noqa: E731
                 monkeypatch.setattr(user, choose.__name__, by)
     config = ModelConfig(layers=2, width=32, heads=1, glu_width=40, vocab_size=9, causal=causal, norm="layer")
-    blocks = [module.Block(config, PlainLayers(), index).bfloat16() for index in range(2)]
+    blocks = [Block(config, PlainLayers(), index).bfloat16() for index in range(2)]
     for number, block in enumerate(blocks):
         block.recompute = again
         for parameter, values in zip(block.parameters(), draw(number, *[x.shape for x in block.parameters()])):  # noqa: B905
@@ -289,7 +290,7 @@ def test_blocks_are_recorded_whole(causal, again, monkeypatch):
         x, grad = draw(seed, (1, 70, 32), (1, 70, 32), dtype=torch.bfloat16)
         results = []
         for record in (False, True):
-            monkeypatch.setattr(module, "recordable", lambda x, record=record: record)
+            monkeypatch.setattr(module, "recordable", lambda x, decided=None, record=record: record)
             leaf = x.clone().requires_grad_()
             output = leaf
             for block in blocks:
