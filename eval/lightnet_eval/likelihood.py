@@ -148,7 +148,9 @@ def _packed(model: CausalLM, batch: list[Group], unique: list[Request]) -> dict[
     """A pass over all shared beginnings and one over all the rests, each from its beginning's state; or one over groups
     that share nothing."""
     trunks, rests = _Pass(), _Pass()
-    for item in batch:
+    rest_of: list[tuple[int, int, int]] = []
+    # Segments by length, as scans order them: states then need not be put in order and back.
+    for item in sorted(batch, key=lambda item: -item.shared):
         begin, trunk, shared = len(trunks.ids), len(trunks.bounds) - 1, item.shared
         if shared:
             trunks.add(unique[item.members[0]].tokens[:shared])
@@ -156,10 +158,13 @@ def _packed(model: CausalLM, batch: list[Group], unique: list[Request]) -> dict[
             tokens, start = unique[index]
             if start <= shared:
                 trunks.want(begin + start - 1, tokens[start : shared + 1], index)
-            inside = max(start, shared + 1)
-            rests.want(len(rests.ids) + inside - 1 - shared, tokens[inside:], index)
             if len(tokens) - 1 > shared:
-                rests.add(tokens[shared:-1], trunk)
+                rest_of.append((index, shared, trunk))
+    for index, shared, trunk in sorted(rest_of, key=lambda rest: rest[1] - len(unique[rest[0]].tokens)):
+        tokens, start = unique[index]
+        inside = max(start, shared + 1)
+        rests.want(len(rests.ids) + inside - 1 - shared, tokens[inside:], index)
+        rests.add(tokens[shared:-1], trunk)
     scores = _Scores()
     state = None
     for packed in (trunks, rests):

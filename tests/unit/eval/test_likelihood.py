@@ -103,6 +103,17 @@ def test_greedy_is_told(loaded: Loaded) -> None:
     assert not likelihoods(loaded.model, [Request((*ids[:-1], 2 + (ids[-1] == 2)), 2)])[0].greedy
 
 
+def test_of_equally_likely_tokens_the_first_counts() -> None:
+    """As argmax has it, and lm-eval's own models."""
+    shape = {"layers": 1, "width": 32, "heads": 2, "glu_width": 40, "vocab_size": 50, "gate_rank": 4, "tpe_rank": 4}
+    model = CausalLM(ModelConfig(**shape, tie_embeddings=False)).eval()
+    initialize(model, 0)
+    torch.nn.init.zeros_(model.head.weight)
+    requests = [Request((1, 7, token), 2) for token in (0, 1, 49)]
+    check(likelihoods(model, requests), [twin(model, request) for request in requests])
+    assert [item.greedy for item in likelihoods(model, requests)] == [True, False, False]
+
+
 def test_refusals(loaded: Loaded) -> None:
     for request, message in (
         (Request((1, 330), 1), "token 330 is not one of the model's 330"),
