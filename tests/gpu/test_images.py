@@ -1,4 +1,4 @@
-"""Classifier and denoiser on a GPU: near one process's fp32 in bf16, and the same under layouts of as many GPUs."""
+"""Classifiers and denoisers on a GPU: near one process's fp32 in bf16, and the same under layouts of as many GPUs."""
 
 from pathlib import Path
 from typing import Any
@@ -26,28 +26,40 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 
 @pytest.fixture(scope="module")
 def heads(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from tests.parallel import images
+    from tests.parallel import images, sentences
 
+    adaln = ["model.conditioning=adaln_single"]
+    writers: dict[str, tuple[Any, list[str]]] = {
+        "classifier": (images.write_classifier, []),
+        "denoiser": (images.write_denoiser, []),
+        "adaln": (images.write_denoiser, adaln),
+        "sentences": (
+            lambda folder: sentences.write_config(folder, "classes"),
+            ["model.dropout=0", "optimizer.learning_rate=5e-4"],
+        ),
+    }
     found: dict[str, Any] = {}
 
     def head(name: str) -> Any:
         if name not in found:
             folder = tmp_path_factory.mktemp(name)
-            config = {"classifier": images.write_classifier, "denoiser": images.write_denoiser}[name](folder)
-            found[name] = config, steps_of(ranks.train(1, config, FP32, folder, "one"), "loss", "batch_checksum")
+            write, own = writers[name]
+            config = write(folder)
+            rows = ranks.train(1, config, [*own, *FP32], folder, "one")
+            found[name] = config, own, steps_of(rows, "loss", "batch_checksum")
         return found[name]
 
     return head
 
 
-@pytest.mark.parametrize("head", ["classifier", "denoiser"])
+@pytest.mark.parametrize("head", ["classifier", "denoiser", "adaln", "sentences"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bf16_beside_fp32(head: str, name: str, ranks: Ranks, tmp_path: Path, heads: Any) -> None:
     world, overrides = LAYOUTS[name]
-    if head == "denoiser" and "pp2" in name:
+    if head in ("denoiser", "adaln") and "pp2" in name:
         pytest.skip("a denoiser has no stages")
-    config, wanted = heads(head)
-    rows = ranks.train(world, config, ["train.precision=bf16", *overrides], tmp_path, "run")
+    config, own, wanted = heads(head)
+    rows = ranks.train(world, config, [*own, "train.precision=bf16", *overrides], tmp_path, "run")
     found = steps_of(rows, "loss", "batch_checksum")
     for step in range(1, 11):
         assert abs(found[step][0] / wanted[step][0] - 1) < 1e-2 and found[step][1] == wanted[step][1], step

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from lightnet_data.sentences import Row, write
-from lightnet_data.tokenizer import Tokenizer
 
 from lightnet_llm.checkpoint.store import resolve
 from lightnet_llm.checkpoint.weights import load_weights
 from tests.conftest import Ranks, read_metrics, steps_of
+from tests.parallel import sentences
+from tests.parallel.sentences import HEADS
 
 FIELDS = ("loss", "grad_norm", "samples", "batch_checksum")
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -27,38 +27,11 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "pp2_sp2_dp2": (8, ["parallel.pipeline=2", "parallel.sequence=2", "train.micro_batch=1"]),
 }
 QUICK = [("classes", name) for name in ("micro1", "tp2_dp2", "sp2", "pp2")] + [("value", "dp2_zero3")]
-MODEL = """causal: false, vocab_size: 300, layers: 2, width: 32, heads: 4, glu_width: 50, gate_rank: 8, tpe_rank: 8,
-  tpe_init_length: 8, norm_eps: 1.0e-2, initializer_std: 0.15"""
-HEADS = {"classes": "head: sequence_classifier, classes: 3", "value": "head: sequence_classifier, classes: 1"}
 
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Configurations, and sentences of unlike lengths whose words tell their label."""
-    folder = tmp_path_factory.mktemp("sentences")
-    tokenizer = Tokenizer.train(["red green blue and some other words"] * 30, 290)
-    found = {}
-    for head, fields in HEADS.items():
-        rows = [
-            Row(f"some {['red', 'green', 'blue'][i % 3]} " + "other words " * (i % 5), "and" if i % 2 else None, i % 3)
-            for i in range(30)
-        ]
-        classes = ["red", "green", "blue"] if head == "classes" else None
-        write(folder / head, {"train": rows, "dev": rows[:13]}, tokenizer, 24, classes)
-        found[head] = folder / f"{head}.yaml"
-        found[head].write_text(
-            f"""
-model: {{{fields}, {MODEL}, dropout: 0.1}}
-data: {{path: {folder / head}, sequence_length: 25}}
-train: {{steps: 20, global_batch: 8, micro_batch: 2, precision: fp32, seed: 7}}
-optimizer: {{learning_rate: 6.0e-3, eps: 1.0e-6, clip: 0.4}}
-schedule: {{kind: cosine, warmup_steps: 3}}
-validation: {{interval: 10, samples: 13}}
-checkpoint: {{interval: 10}}
-logging: {{interval: 1}}
-"""
-        )
-    return found
+    return {head: sentences.write_config(tmp_path_factory.mktemp(head), head) for head in HEADS}
 
 
 @pytest.fixture(scope="module")
