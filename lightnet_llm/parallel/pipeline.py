@@ -23,7 +23,7 @@ from ..models.context import ForwardContext
 from ..models.layers import PlainLayers
 from ..models.norms import Norm
 from ..models.patches import PatchEmbedding
-from ..models.sequence_classifier import SentenceHead, accuracy, classify_rows, sentence_loss
+from ..models.sequence_classifier import SentenceHead, SequenceClassifier, accuracy, classify_rows, sentence_loss
 from ..models.tpe import ToeplitzEncoding
 from .clock import Clock
 from .layout import Groups
@@ -276,7 +276,7 @@ class PipelinedClassifier(PipelinedModel):
 class PipelinedSentences(PipelinedModel):
     """The classifier of sentences; rows are as long as a micro-batch's longest sample."""
 
-    ragged = True
+    ragged, fresh = True, SequenceClassifier.fresh
 
     def _ends(self, *common: Any) -> tuple[list[Any], Any]:
         first = [LayerSpec(EmbeddingStage, *common), LayerSpec(PositionStage, *common)]

@@ -109,9 +109,11 @@ def test_a_rate_for_another_batch_is_scaled(
     assert steps_of(rows, *fields) == wanted
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tied", "stages"), [(True, 1), (True, 2), *(pytest.param(False, n, marks=pytest.mark.slow) for n in (1, 2))]
+)
 def test_it_starts_from_a_masked_models_weights(
-    ranks: Ranks, configs: dict[str, Path], tiny: Path, tmp_path: Path, tied: bool
+    ranks: Ranks, configs: dict[str, Path], tiny: Path, tmp_path: Path, tied: bool, stages: int
 ) -> None:
     overrides = ["model.head=masked_lm", "model.causal=false", "model.vocab_size=300", "train.steps=2"]
     overrides += [f"model.tie_embeddings={str(tied).lower()}"]
@@ -124,7 +126,7 @@ def test_it_starts_from_a_masked_models_weights(
     tree["train"] |= {"steps": 1, "init_from": str(tmp_path / "masked")}
     config = tmp_path / "classes.yaml"
     config.write_text(yaml.safe_dump(tree))
-    ranks.train(1, config, [], tmp_path, "tuned")
+    ranks.train(stages, config, [f"parallel.pipeline={stages}"], tmp_path, "tuned")
     found = load_weights(resolve(tmp_path / "tuned", lambda line: None))
     for name, tensor in found.items():
         if name.startswith("head."):
