@@ -138,7 +138,9 @@ class ModelConfig(Section):
             found = "missing, and needed by" if self.classes is None else "not for"
             raise ValueError(f"classes is {found} head: {self.head}")
         if self.conditioning != "tokens" and self.head != "denoiser":
-            raise ValueError(f"conditioning: {self.conditioning} is of head: denoiser, not of {self.head}; leave it out")
+            raise ValueError(
+                f"conditioning: {self.conditioning} is of head: denoiser, not of {self.head}; leave it out"
+            )
         if self.causal and self.head != "causal_lm":
             raise ValueError(f"head: {self.head} needs causal: false")
         if not language and self.axes != 2:
