@@ -92,12 +92,12 @@ def growing(gpus: int) -> dict[str, planner.Case]:
 
 def parity(given: argparse.Namespace) -> tuple[list[Any], bool]:
     """Losses and gradient norms of every layout within the matrix's bounds."""
-    from tests.conftest import SpawnedRanks, write_tiny
+    from tests.conftest import Ranks, write_tiny
 
     rows = []
     print("\n".join(HEADER), flush=True)
     with tempfile.TemporaryDirectory() as temporary:
-        matrix = Matrix(SpawnedRanks(), write_tiny(Path(temporary)), Path(temporary))
+        matrix = Matrix(Ranks(), write_tiny(Path(temporary)), Path(temporary))
         for case in layouts(given.gpus):
             found = matrix.run(case)
             print(line(found), flush=True)
@@ -158,9 +158,9 @@ def longest(given: argparse.Namespace) -> tuple[list[Any], bool]:
 
 def moves(given: argparse.Namespace) -> tuple[list[Any], bool]:
     """Saved on all cards, resumed on a half and on a quarter: the losses of the run that never moved."""
-    from tests.conftest import SpawnedRanks, steps_of, write_tiny
+    from tests.conftest import Ranks, steps_of, write_tiny
 
-    ranks = SpawnedRanks()
+    ranks = Ranks()
     rows: list[dict[str, Any]] = []
     common = ["train.resume=auto", "validation.interval=0", *MICRO]
     start = ["parallel.zero_stage=3"] if given.gpus < 4 else ["parallel.tensor=2", "parallel.pipeline=2"]
