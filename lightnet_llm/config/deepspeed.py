@@ -78,7 +78,9 @@ def deepspeed_config(config: RunConfig, data_parallel: int, sequence_parallel: i
             ],
         }
     elif config.train.precision == "bf16":
-        derived["bf16"] = {"enabled": True}
+        # A gradient joins the fp32 sum as soon as it is there: the host does that while the card is at the next block, and
+        # bf16 gradients of the whole model never lie beside it.
+        derived["bf16"] = {"enabled": True, "immediate_grad_update": True}
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merge(derived, config.deepspeed)
 

@@ -35,7 +35,7 @@ class Memory:
     """Bytes of one rank at its peak, by kind.
 
     Attributes:
-        gradients: accumulated ones, and those of the backward pass in the parameters' own dtype while both exist.
+        gradients: accumulated ones, and of the backward pass those in the parameters' own dtype that have not joined them.
         activations, states: kept for the backward pass, of all micro-batches under way.
         loss: logits of a chunk and gradients made with them.
         passing: intermediate values of the backward pass.
@@ -169,18 +169,19 @@ class Part:
         embedding = sizes.embedding if self.first else Kept(0, 0)
         again = block if self.recomputes[every] else Kept(0, 0)
         passing = sizes.passing if self.blocks else 0
-        narrow = self.whole_weights if self.bf16 and self.zero < 2 else 0  # gradients in the parameters' dtype
         vocabulary = work.vocabulary * self.model.width * work.element
+        # Gradients in the parameters' dtype, until they join the sum: a block's, and the head's if the embedding has a part.
+        narrow = self.whole_weights // max(1, len(self.blocks)) if self.bf16 and self.zero < 2 else 0
+        tied = vocabulary if self.last and self.bf16 and self.zero < 3 and self.model.tie_embeddings else 0
         lasting = self._communication(work)
         # (place, kept, loss, passing, gradients beside the lasting ones, communication)
         places = [
             ("the backward pass of its first block", rest + block + embedding, 0,
-             passing + (vocabulary if self.first else 0), narrow, lasting),
+             passing + (vocabulary if self.first else 0), narrow + tied, lasting),
             ("the reduction of gradients", Kept(0, 0), 0, 0, self._part(), lasting + self._reduction()),
         ]  # fmt: skip
         if self.blocks:
-            head = vocabulary if self.last and self.bf16 and self.zero < 3 else 0
-            places.append(("the backward pass of its last block", all_kept + again, 0, passing, head, lasting))
+            places.append(("the backward pass of its last block", all_kept + again, 0, passing, narrow + tied, lasting))
         if self.last:
             places.append(("the loss", all_kept, sizes.loss, 0, 0, lasting))
         where, kept, loss, through, more, sent = max(places, key=lambda p: p[1].total + sum(p[2:]))
