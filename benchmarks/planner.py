@@ -113,8 +113,8 @@ def measure(name: str, case: Case, cards: list[int]) -> dict[str, Any]:
     from lightnet_llm.launch.hosts import free_port
 
     port = free_port()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if len(visible) > max(cards):  # of these
+    if "CUDA_VISIBLE_DEVICES" in os.environ:  # of these
+        visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
         cards = [int(visible[card]) for card in cards]
     with tempfile.TemporaryDirectory() as folder:
         found, log = Path(folder, "found.json"), Path(folder, "log")

@@ -31,15 +31,19 @@ class Factors(NamedTuple):
     angle: Tensor | None = None
 
 
-def carry(counts: list[int], added: Tensor, initial: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
+def carry(
+    counts: list[int], added: Tensor, initial: Tensor, factors: Factors, need_last: bool = True
+) -> tuple[Tensor, Tensor]:
     """added [chunks, ...] ([chunks, H, 2, D, Dv] with an angle), initial [sequences, ...] -> held [chunks, ...] in
     added's dtype, and the last kept state [sequences, ...], not rotated (initial where there is no chunk), in the dtype
     of the carry: float64 for long sequences or where an operand is.
+
+    Without need_last the last state's content is not meant to be read, nor is what a sequence's last chunk adds.
     """
     enter, keep, angle = factors
     double = initial.dtype == torch.float64 or len(counts) > LONG
     dtype = torch.float64 if double else added.dtype
-    state = initial.to(dtype, copy=True)  # the caller's tensor must not be written to
+    state = initial.to(dtype, copy=need_last or len(counts) > 1)  # the caller's tensor must not be written to
     held = torch.empty_like(added)
     table = _table(angle)
     start = 0
@@ -55,11 +59,20 @@ def carry(counts: list[int], added: Tensor, initial: Tensor, factors: Factors) -
             received.copy_(current)
         if held.dtype != dtype:
             held[rows] = received
-        if keep is not None:
-            received = received * _at(keep, rows)
-        torch.add(received, added[rows], out=current)
+        through = count if need_last else followed(counts, depth)
+        if through:
+            passed = slice(start, start + through)
+            received = received[:through]
+            if keep is not None:
+                received = received * _at(keep, passed)
+            torch.add(received, added[passed], out=current[:through])
         start += count
     return held, state
+
+
+def followed(counts: list[int], depth: int) -> int:
+    """Chunks of a depth that another chunk of their sequence follows; they are the depth's first ones."""
+    return counts[depth + 1] if depth + 1 < len(counts) else 0
 
 
 class CarryGradients(NamedTuple):

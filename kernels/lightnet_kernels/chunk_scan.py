@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .carry import Factors, carry, carry_backward
+from .carry import Factors, carry, carry_backward, followed
 from .lrpe import rotation
+from .segments import CHUNK
 
-BLOCK_ITEMS = 32  # (chunk, head) pairs done at once on a CPU
+BLOCK_ITEMS = 32  # (chunk, head) pairs done at once on a CPU, of full chunks; of shorter ones as many tokens
 silu_backward = torch.ops.aten.silu_backward
 
 
@@ -30,6 +31,7 @@ class ScanConstants(NamedTuple):
     enter: Tensor
     keep: Tensor | None
     slow: Tensor | None  # [chunks, H] bool: left out here, whatever is put there
+    need_state: bool = True  # whether last_kv and last_sum are read
 
 
 class ChunkResults(NamedTuple):
@@ -78,11 +80,14 @@ class _ScanChunks(torch.autograd.Function):
         sums = mass.new_empty(*mass.shape[:2], mass.shape[3])
         for rows in blocks:
             torch.sub(mass[rows], constants.exit[rows].unsqueeze(2), out=weight[rows]).exp_()
+        for rows in blocks if constants.need_state else _followed_blocks(mass, constants.counts):
             key = _key(weight, gain, tables, rows)
             torch.matmul(key.transpose(-1, -2), value[rows], out=added[rows])
             torch.sum(weight[rows], 2, out=sums[rows])
-        held_kv, last_kv = carry(constants.counts, _halves(added, theta), _halves(initial_kv, theta), kv_factors)
-        held_sum, last_sum = carry(constants.counts, sums, initial_sum, sum_factors)
+        held_kv, last_kv = carry(
+            constants.counts, _halves(added, theta), _halves(initial_kv, theta), kv_factors, constants.need_state
+        )
+        held_sum, last_sum = carry(constants.counts, sums, initial_sum, sum_factors, constants.need_state)
         held_kv, last_kv = _joined(held_kv, theta), _joined(last_kv, theta)
 
         output = den = None
@@ -207,9 +212,22 @@ class _ScanChunks(torch.autograd.Function):
 
 def _blocks(packed: Tensor) -> list[slice]:
     """Chunks done at once: all of them on an accelerator, on a CPU what its second-level cache holds."""
-    chunks, heads = packed.shape[:2]
-    size = max(1, BLOCK_ITEMS // heads) if packed.device.type == "cpu" else max(chunks, 1)
-    return [slice(start, min(start + size, chunks)) for start in range(0, chunks, size)]
+    return _cut(packed, 0, packed.shape[0])
+
+
+def _followed_blocks(packed: Tensor, counts: list[int]) -> list[slice]:
+    """The same of those that another chunk of their sequence follows."""
+    blocks, start = [], 0
+    for depth, count in enumerate(counts):
+        blocks += _cut(packed, start, start + followed(counts, depth))
+        start += count
+    return blocks
+
+
+def _cut(packed: Tensor, first: int, last: int) -> list[slice]:
+    items = packed.shape[1] * packed.shape[2]
+    size = max(1, BLOCK_ITEMS * CHUNK // items) if packed.device.type == "cpu" else max(last - first, 1)
+    return [slice(start, min(start + size, last)) for start in range(first, last, size)]
 
 
 def _key(weight: Tensor, gain: Tensor | None, tables: tuple[Tensor, Tensor] | None, rows: slice) -> Tensor:

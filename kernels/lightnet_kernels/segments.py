@@ -10,7 +10,8 @@ on plain slices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class ChunkLayout:
     inverse_order: Tensor | None
     slots: Tensor | None  # [chunks * chunk], token in each slot, -1 for none; None: a regular grid
     slot_of: Tensor | None  # [batch * tokens], slot of each token, -1 for a masked one
+    by_heads: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)  # of _with_heads, by heads
 
     @property
     def sequences(self) -> int:
@@ -104,13 +106,16 @@ class ChunkLayout:
 
     def _with_heads(self, heads: int) -> tuple[Tensor, Tensor]:
         """slots and slot_of for rows of one head: places in [tokens, H], and in [chunks, H, chunk]."""
+        if heads in self.by_heads:
+            return self.by_heads[heads]
         assert self.slots is not None and self.slot_of is not None
         head = torch.arange(heads, device=self.slots.device)
         slots = self.slots.view(self.chunks, 1, self.chunk)
         forward = torch.where(slots < 0, -1, slots * heads + head[:, None])
         slot = self.slot_of[:, None]
         place = (slot // self.chunk * heads + head) * self.chunk + slot % self.chunk
-        return forward.reshape(-1), torch.where(slot < 0, -1, place).reshape(-1)
+        self.by_heads[heads] = forward.reshape(-1), torch.where(slot < 0, -1, place).reshape(-1)
+        return self.by_heads[heads]
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Per-sequence values in the caller's order -> in the order of the chunks' rows."""
@@ -166,11 +171,13 @@ def chunk_layout(
         # right=True puts a token at a boundary into the segment that starts there, past any empty ones.
         sequences, owner = len(cu_seqlens) - 1, torch.searchsorted(ends, flat, right=True)
     lengths = torch.bincount(owner, minlength=sequences)
-    order = torch.argsort(lengths, descending=True, stable=True)
-    inverse_order = torch.empty_like(order)
-    inverse_order[order] = torch.arange(sequences, device=device)
-
-    ordered = lengths[order].tolist()
+    order = inverse_order = None
+    ordered = lengths.tolist()
+    if any(one < other for one, other in itertools.pairwise(ordered)):
+        order = torch.argsort(lengths, descending=True, stable=True)
+        inverse_order = torch.empty_like(order)
+        inverse_order[order] = torch.arange(sequences, device=device)
+        ordered.sort(reverse=True)
     size = _chunk_size(ordered, chunk)
     depths = [-(-length // size) for length in ordered]
     counts = [sum(1 for depth in depths if depth > i) for i in range(depths[0] if depths else 0)]
@@ -180,7 +187,8 @@ def chunk_layout(
     rank = torch.arange(flat.shape[0], device=device) - (lengths.cumsum(0) - lengths)[owner]
     if reverse:
         rank = lengths[owner] - 1 - rank
-    slot = (starts[rank // size] + inverse_order[owner]) * size + rank % size
+    row = owner if inverse_order is None else inverse_order[owner]
+    slot = (starts[rank // size] + row) * size + rank % size
     slots = torch.full((chunks * size,), -1, dtype=torch.int64, device=device)
     slots[slot] = flat
     slot_of = torch.full((batch * tokens,), -1, dtype=torch.int64, device=device)

@@ -67,7 +67,7 @@ class _ToeplitzChunks(torch.autograd.Function):
         # Sums to the end of each chunk, as if it were full: right wherever another chunk follows.
         added = packed @ powers[:, :chunk].flip(1)
         factors = Factors(keep=powers[:, chunk].unsqueeze(0))
-        held, last = carry(counts, added.transpose(0, 1), initial, factors)
+        held, last = carry(counts, added.transpose(0, 1), initial, factors, need_last=False)
         held = held.transpose(0, 1)
         y = None
         if need_output:

@@ -65,7 +65,7 @@ def causal_scan(
     v = layout.pack_heads(value)
     q = layout.pack_heads(query) if need_output else None
     frame = _frame(layout, mass.detach(), layout.to_rows(initial.max.detach()))
-    constants = ScanConstants(layout.counts, activation, frame.exit, frame.enter, frame.keep, frame.slow)
+    constants = ScanConstants(layout.counts, activation, frame.exit, frame.enter, frame.keep, frame.slow, need_state)
     kv, total = layout.to_rows(initial.kv), layout.to_rows(initial.sum)
     if continued and theta is not None:
         # Carried in float64: a rounded rotation, the same in call after call, would drift.

@@ -203,7 +203,7 @@ def _places_from_the_end(tokens: int, bounds: tuple[int, ...] | None, device: to
         else:
             edges = torch.tensor(bounds)
             places = places - torch.repeat_interleave(edges[1:], edges.diff())
-        return places.int()[None, :, None].to(device)
+        return places.int()[None, :, None].to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=16)
@@ -212,7 +212,7 @@ def lengths(batch: int, tokens: int, bounds: tuple[int, ...] | None, device: tor
     with torch.inference_mode(False):
         if bounds is None:
             return torch.full((batch,), tokens, dtype=torch.int64, device=device)
-        return torch.tensor(bounds).diff().to(device)
+        return torch.tensor(bounds).diff().to(device, non_blocking=True)
 
 
 def causal_state(key: Tensor, value: Tensor, theta: Tensor | None, cu_seqlens: list[int] | None) -> ScanState:

@@ -65,7 +65,8 @@ def _row_table(
     back = torch.arange(CHUNK)
     tail = begin[:, None] + (back if reverse else lengths[:, None] - 1 - back)
     tail = torch.where(back < last[:, None], batches[:, None] * tokens + tail, 0)
-    return RowTable(rows.to(device), lengths.to(device), last.to(device), tail.to(device))
+    # Without waiting for the device, which is at the batch before.
+    return RowTable(*(x.to(device, non_blocking=True) for x in (rows, lengths, last, tail)))
 
 
 def _table(x: Tensor, bounds: list[int] | None, reverse: bool) -> RowTable:
