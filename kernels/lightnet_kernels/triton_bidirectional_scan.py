@@ -158,7 +158,12 @@ def _segment_plan(bounds: tuple[int, ...], heads: int, programs: int, fuse: bool
     owner = torch.repeat_interleave(torch.arange(sequences), counts)
     offset = (torch.arange(len(owner)) - ranges[owner]) * length
     size = (lengths[owner] - offset).clamp_max(length)
-    table = torch.stack([edges[owner], edges[owner] + offset, size, owner], 1).int().contiguous().to(device, non_blocking=True)
+    table = (
+        torch.stack([edges[owner], edges[owner] + offset, size, owner], 1)
+        .int()
+        .contiguous()
+        .to(device, non_blocking=True)
+    )
     return _Plan(sequences, len(owner), 1, length, fused, table, ranges.int().to(device, non_blocking=True))
 
 
