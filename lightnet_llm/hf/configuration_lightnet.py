@@ -85,6 +85,8 @@ class LightNetConfig(PretrainedConfig):
             setattr(self, name, value)
         super().__init__(**kwargs)
 
+    conditioning = "tokens"  # of denoisers, which have no class here
+
     @property
     def head_width(self) -> int:
         """Features per head."""

@@ -41,7 +41,7 @@ def batch(count: int = 4) -> dict[str, torch.Tensor]:
 def test_fields_and_defaults_are_those_of_training() -> None:
     config = LightNetConfig()
     for name, field in ModelConfig.model_fields.items():
-        if name in ("image", "classes", "conditioning"):  # under Transformers' names, or of denoisers, which have no class
+        if name in ("image", "classes"):  # under Transformers' names
             continue
         assert hasattr(config, name), name
         if not field.is_required() and name != "vocab_size":
