@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .companions import kernels
+from .companions import kernels, on_device
 from .operators import FULL, PLAIN, SIMPLE
 from .recording import Recording, Slot, Tape, on_tape, roots
 
@@ -96,7 +96,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, pair: _Pair, again: bool, *inputs: Any) -> Any:
         device, outputs = inputs[0].device, len(pair.strides)
         ctx.pair, ctx.again, ctx.count = pair, again, len(inputs)
-        with torch._C._AutoDispatchBelowAutograd():
+        with on_device(inputs[0]), torch._C._AutoDispatchBelowAutograd():
             if again:
                 ctx.save_for_backward(*inputs)
                 return pair.alone([*inputs], device)
@@ -111,7 +111,7 @@ class _Replay(torch.autograd.Function):
             raise RuntimeError("a recorded function has no second derivative; call the function itself")
         pair, device, outputs = ctx.pair, upstream[0].device, len(upstream)
         saved = [*ctx.saved_tensors]  # which may compute them, and needs autograd for it
-        with torch._C._AutoDispatchBelowAutograd():
+        with on_device(upstream[0]), torch._C._AutoDispatchBelowAutograd():
             saved = [*pair.forward(saved, device)] if ctx.again else [*upstream, *saved]
             saved[:outputs] = [_laid_out(x, stride) for x, stride in zip(upstream, pair.strides, strict=True)]
             found = pair.backward(saved, device)
@@ -122,14 +122,19 @@ class _Replay(torch.autograd.Function):
 
 
 def _laid_out(x: Tensor, stride: tuple[int, ...]) -> Tensor:
-    return x if x.stride() == stride else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+    """A gradient as it was when recorded; kernels on the tape are those of aligned memory."""
+    if x.stride() == stride and x.data_ptr() & 15 == 0:
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def recordable(x: Tensor, decided: dict[Any, Any] | None = None) -> bool:
     """Whether a function of such a tensor may be recorded: on a GPU with this package's kernels; and where activation
     checkpointing, which counts the tensors that both of its passes save, makes sure that both decide alike."""
+    if torch.compiler.is_compiling() or x.device.type != GPU or type(x) not in PLAIN:
+        return False
     hooks = decided is None and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    return x.device.type == GPU and kernels("triton_norms") is not None and not (hooks or _busy())
+    return kernels("triton_norms") is not None and not (hooks or _busy())
 
 
 def recorded(
@@ -162,7 +167,7 @@ def recorded(
     """
     tensors = [*inputs, *weights]
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    layout = tuple([(x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors])
+    layout = tuple([(x.shape, x.stride(), x.dtype, x.requires_grad, x.data_ptr() & 15) for x in tensors])
     device = tensors[0].device
     name = (key, len(inputs), layout, tuple([x is None for x in opaque]), grad, device, torch.get_default_dtype())
     known: Any = _recordings.get(name)
@@ -184,18 +189,18 @@ def recorded(
         _recordings.move_to_end(name)
     if grad:
         return _Replay.apply(known, again, *tensors, *opaque)
-    with torch._C._AutoDispatchBelowAutograd():
+    with on_device(tensors[0]), torch._C._AutoDispatchBelowAutograd():
         return known.alone([*tensors, *opaque], device)
 
 
 def _busy() -> bool:
     """Whether something else than the inputs decides what PyTorch's operators do now."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
         or torch.is_autocast_enabled()
         or torch.is_inference_mode_enabled()
         or torch.is_anomaly_enabled()
+        or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
 

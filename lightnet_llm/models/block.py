@@ -107,6 +107,7 @@ class Block(nn.Module):
 
         normed, projected = part(start, [self.attention_norm, attention.qkv], x)
         out, gated, after = attention.mix(normed, projected, gate, context, state, return_state)
+        del normed, projected  # not held through the rest where no gradient needs them
         return part(end, [attention.norm, attention.output, self.glu_norm, self.glu], x, out, gated), after
 
     def _dropped(self, branch: Tensor, context: ForwardContext, place: int) -> Tensor:

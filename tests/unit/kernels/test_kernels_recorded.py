@@ -77,6 +77,19 @@ def test_a_gradient_of_another_layout():
     assert len(pairs()) == 1
 
 
+def test_memory_that_is_not_aligned():
+    """Kernels are compiled for aligned addresses or for others: inputs are recorded apart, gradients are copied."""
+    model = Example(0)
+    x = draw(0, 41)[1:].view(2, 5, 4)
+    assert x.data_ptr() & 15
+    for seed in range(3):
+        upstream = draw(seed, 41)[1:].view(2, 5, 4)
+        assert same(gradients(model.call, model, x.contiguous(), upstream), gradients(model, model, x, upstream))
+    for _ in range(3):
+        assert same([model.call(x)], [model(x)])
+    assert len(pairs()) == 2
+
+
 def test_other_layouts_are_other_recordings():
     model = Example(0)
     for x in (draw(0, 2, 5, 4), draw(1, 3, 4), draw(2, 4, 3).t(), draw(3, 6, 8)[:, ::2]):
