@@ -167,7 +167,7 @@ def recorded(
     """
     tensors = [*inputs, *weights]
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    layout = tuple([(x.shape, x.stride(), x.dtype, x.requires_grad, x.data_ptr() & 15) for x in tensors])
+    layout = tuple([(type(x), x.shape, x.stride(), x.dtype, x.requires_grad, x.data_ptr() & 15) for x in tensors])
     device = tensors[0].device
     name = (key, len(inputs), layout, tuple([x is None for x in opaque]), grad, device, torch.get_default_dtype())
     known: Any = _recordings.get(name)
@@ -179,14 +179,15 @@ def recorded(
         while len(_recordings) >= RECORDINGS:
             _recordings.popitem(last=False)
         _recordings[name] = known = "met"
+    else:
+        with contextlib.suppress(KeyError):  # another thread's
+            _recordings.move_to_end(name)
     if decided is not None:
         decided[key] = known
     if not isinstance(known, _Pair):
         if again and grad:
             return checkpoint(run, *inputs, *opaque, use_reentrant=False)
         return run(*inputs, *opaque)
-    if name in _recordings:
-        _recordings.move_to_end(name)
     if grad:
         return _Replay.apply(known, again, *tensors, *opaque)
     with on_device(tensors[0]), torch._C._AutoDispatchBelowAutograd():
@@ -223,18 +224,33 @@ def _record(
     if len({id(x) for x in present}) < len(present):
         return None
     forward, kept = _GradTape(given, len(opaque)), _Kept()
+    try:
+        return _noted(run, leaves, opaque, given, forward, kept, grad)
+    finally:  # autograd's saved tensors hold the hooks, and those the tape, where nothing collects garbage
+        forward.tensors.clear()
+        kept.tensors.clear()
+
+
+def _noted(
+    run: Callable[..., Any],
+    leaves: Sequence[Tensor],
+    opaque: Sequence[Any],
+    given: Sequence[Any],
+    forward: _GradTape,
+    kept: _Kept,
+    grad: bool,
+) -> _Pair | None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         with kept.hooks(forward), forward:
             result = run(*leaves, *opaque)
         outputs = (result,) if isinstance(result, Tensor) else tuple(result)
-        if any(forward.known(x) is None or any(x is y for y in present) for x in outputs):
+        if any(forward.known(x) is None or any(x is y for y in given) for x in outputs):
             return None
-        strides = tuple(x.stride() for x in outputs)
         alone = forward.finish(result)
         if alone is None or not grad:
-            return None if alone is None else _Pair(alone, None, None, (), strides)
+            return None if alone is None else _Pair(alone, None, None, (), tuple(x.stride() for x in outputs))
         if not all(x.requires_grad for x in outputs):
             return None
         wanted = tuple(place for place, x in enumerate(given) if x is not None and x.requires_grad)
@@ -247,7 +263,7 @@ def _record(
     whole, back = forward.finish((*outputs, *saved.values())), backward.finish(tuple(found))
     if kept.failed or whole is None or back is None:
         return None
-    return _Pair(alone, whole, back, wanted, strides)
+    return _Pair(alone, whole, back, wanted, tuple(x.stride() for x in upstream))
 
 
 class _Kept:

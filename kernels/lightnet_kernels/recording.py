@@ -103,6 +103,7 @@ class Tape(TorchDispatchMode):
             return out
         if any(x.device.type == "cpu" and y.device.type != "cpu" for x in outs for y in args if isinstance(y, Tensor)):
             self.failed = True  # on its way to a list
+        self.failed |= torch.Tag.dynamic_output_shape in func.tags  # a shape that follows from values
         known = [self.known(x) for x in outs]
         written = [any(x is y for y in args) for x in outs]  # in place
         slots = [

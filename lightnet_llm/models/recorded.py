@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from lightnet_kernels import recordable, recorded
 from torch import Tensor, nn
 
@@ -25,16 +26,37 @@ def replayed(
         run: a function of ``inputs`` and ``opaque`` that calls these modules.
         others: what it reads beside their parameters and buffers.
     """
-    weights, kinds = [*others], [*key]
-    if not recordable(inputs[0], decided) or not all(_gather(module, weights, kinds) for module in modules):
+    if decided is not None and decided.get(key) == "modules":
         return None
+    weights, kinds = [*others], [*key]
+    first = decided is None or key not in decided
+    if (first and not recordable(inputs[0], decided)) or not all(_gather(x, weights, kinds) for x in modules):
+        if decided is not None:
+            decided[key] = "modules"
+        return None
+    if decided is not None:
+        decided[key] = "recorded"
     return recorded(run, inputs, weights, opaque, tuple(kinds), again, decided)
 
 
 def _gather(module: nn.Module, tensors: list[Tensor], kinds: list[Any]) -> bool:
-    """Adds all parameters and buffers in order, and modules' types; false where a hook waits for a module's call."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    """Adds all parameters and buffers in order, and modules' types; false where a module may do something else than its
+    configuration says: one from elsewhere (an adapter), a forward of its own, a hook that waits for its call."""
+    own = type(module) is nn.Linear or type(module).__module__.rpartition(".")[0] == __package__
+    if not own or "forward" in vars(module) or _hooked(module):
         return False
     kinds.append(type(module))
     tensors += [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
     return all(_gather(child, tensors, kinds) for child in module._modules.values() if child is not None)
+
+
+def _hooked(module: nn.Module) -> bool:
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    everywhere = torch.nn.modules.module
+    return bool(
+        hooks
+        or everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
+    )

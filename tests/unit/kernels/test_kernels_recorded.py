@@ -171,8 +171,9 @@ CONSTANT = torch.arange(4.0)
         lambda x, cu: x * check_cu_seqlens("test", cu, 1, 5)[1],
         lambda x, cu: x,
         lambda x, cu: torch.nn.functional.dropout(x, 0.0) * torch.tensor(2.0),
+        lambda x, cu: x * torch.ones(torch.nonzero(x.detach() > 0).shape[0]).sum(),
     ],
-    ids=["constant", "looks", "opaque", "bounds", "itself", "lifted"],
+    ids=["constant", "looks", "opaque", "bounds", "itself", "lifted", "shape"],
 )
 def test_what_cannot_be_repeated_is_run(run):
     for seed in range(4):
@@ -196,6 +197,39 @@ def test_several_inputs_and_outputs():
             got = torch.autograd.grad(use(*recorded(run, [x, y], [model.first], [], "two")), leaves)
             assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     assert len(pairs()) == 1
+
+
+def test_an_output_that_is_not_dense():
+    model = Example(0)
+
+    def run(x):
+        return (x @ model.first.t()).tanh()[:, :5].t()
+
+    for seed in range(4):
+        x = draw(seed, 5, 4).requires_grad_()
+        outputs = run(x), recorded(run, [x], [model.first], [], "sparse")
+        one, two = ([y, *torch.autograd.grad(y.square().sum(), [x, model.first])] for y in outputs)
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert len(pairs()) == 1
+
+
+@pytest.mark.parametrize("constant", [True, False])
+def test_a_recording_keeps_no_tensor_of_its_call(constant):
+    import gc
+    import weakref
+
+    model, made = Example(0), []
+
+    def run(x):
+        inner = (x @ model.first.t()).tanh()
+        made.append(weakref.ref(inner))
+        return inner * (torch.arange(12.0) if constant else 2.0) * (CONSTANT[0] if constant else 1.0)
+
+    for _ in range(3):
+        x = draw(0, 5, 4).requires_grad_()
+        recorded(run, [x], [model.first], [], "leak").sum().backward()
+    gc.collect()
+    assert made and all(one() is None for one in made) and bool(pairs()) is not constant
 
 
 def test_hooks_and_other_tensors_are_run():

@@ -87,6 +87,62 @@ def test_a_hook_on_a_layer_is_called(recordings, monkeypatch):
     assert seen == [1]
 
 
+class Adapter(torch.nn.Module):
+    """Of another library: what it does is not in its type."""
+
+    def __init__(self, base, scaling):
+        super().__init__()
+        self.base, self.scaling = base, scaling
+
+    def forward(self, x):
+        return self.base(x) * self.scaling
+
+
+def test_layers_from_elsewhere_are_called(recordings, monkeypatch):
+    monkeypatch.setattr(module, "recordable", lambda x, decided=None: True)
+    block = Block(tiny_model_config(), PlainLayers(), 0)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    context = ForwardContext(exchange=Exchange())
+    block.glu.down = Adapter(block.glu.down, 0.0)
+    for scaling in (1.0, 1.0, 1.0, 0.0):
+        block.glu.down.scaling = scaling
+        output = run([block], context, 0)[0]
+    monkeypatch.setattr(module, "recordable", lambda x, decided=None: False)
+    assert torch.equal(output, run([block], context, 0)[0])
+    monkeypatch.setattr(module, "recordable", lambda x, decided=None: True)
+    block.glu.down = block.glu.down.base
+    for _ in range(3):
+        whole = run([block], context, 0)[0]
+    block.glu.down.forward = lambda x: torch.zeros(*x.shape[:-1], 24)
+    assert not torch.equal(run([block], context, 0)[0], whole)
+    del block.glu.down.forward
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
+    try:
+        run([block], context, 0)
+    finally:
+        handle.remove()
+    assert len(seen) > 5
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_both_passes_of_a_recomputed_block_decide_alike(where, recordings, monkeypatch):
+    """Though anomalies are looked for in one of them, which alone would run the modules."""
+    monkeypatch.setattr(sys.modules["lightnet_kernels.recorded"], "GPU", "cpu")
+    block = Block(tiny_model_config(), PlainLayers(), 0)
+    block.recompute = True
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    context = ForwardContext(exchange=Exchange())
+    for _ in range(4):
+        x = torch.randn(1, 9, 24, requires_grad=True)
+        with torch.autograd.set_detect_anomaly(where == "forward"):
+            output, _ = block(x, context)
+        with torch.autograd.set_detect_anomaly(where == "backward"):
+            output.sum().backward()
+
+
 def test_dropout_is_drawn_anew(recordings, monkeypatch):
     from lightnet_llm.models.dropout import DropoutKey
 
