@@ -6,31 +6,20 @@ import pytest
 import torch
 
 from lightnet_llm.config.model import ModelConfig
-from lightnet_llm.models import CausalLM, initialize
 from lightnet_llm.models.context import ForwardContext
-from lightnet_llm.models.parameters import spec_of
 from lightnet_llm.plan import activations, load_hardware
 from lightnet_llm.plan.activations import Work
 from lightnet_llm.plan.calibrate import calibrate
 from lightnet_llm.plan.hardware import cards
+from tests.gpu.model import bf16_model
 from tests.unit.plan.saved import Saved
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CONFIG = ModelConfig(layers=3, width=1024, heads=8, glu_width=2688, vocab_size=50272)
 
 
-def _model() -> CausalLM:
-    model = CausalLM(CONFIG)
-    initialize(model, 1)
-    model.cuda().train()
-    for parameter in model.parameters():
-        if not spec_of(parameter).keep_fp32:
-            parameter.data = parameter.data.bfloat16()
-    return model
-
-
 def test_kept_bytes_and_peak() -> None:
-    model, work = _model(), Work(CONFIG, 4, 2048)
+    model, work = bf16_model(CONFIG), Work(CONFIG, 4, 2048)
     ids = torch.randint(0, 50000, (4, 2048), device="cuda")
     kept = activations.block(work) * CONFIG.layers + activations.embedding(work) + activations.head(work)
     for attempt in range(2):  # the first compiles

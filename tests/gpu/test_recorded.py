@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from lightnet_llm.config.model import ModelConfig
-from lightnet_llm.models import CausalLM, initialize, recorded
+from lightnet_llm.models import CausalLM, recorded
 from lightnet_llm.models.block import Block
 from lightnet_llm.models.context import ForwardContext
-from lightnet_llm.models.parameters import spec_of
+from tests.gpu.model import bf16_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CONFIG = ModelConfig(layers=4, width=512, heads=4, glu_width=1344, vocab_size=3072)
@@ -18,13 +18,7 @@ CONFIG = ModelConfig(layers=4, width=512, heads=4, glu_width=1344, vocab_size=30
 
 @pytest.fixture
 def model() -> CausalLM:
-    model = CausalLM(CONFIG)
-    initialize(model, 1)
-    model.cuda().train()
-    for parameter in model.parameters():
-        if not spec_of(parameter).keep_fp32:
-            parameter.data = parameter.data.bfloat16()
-    return model
+    return bf16_model(CONFIG)
 
 
 def steps(model: CausalLM) -> Iterator[tuple[list[Tensor], int]]:

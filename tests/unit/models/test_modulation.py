@@ -13,8 +13,10 @@ from lightnet_llm.models.backbone import grid_coordinates
 from lightnet_llm.models.denoiser import guided
 from lightnet_llm.models.dropout import DropoutKey
 from lightnet_llm.models.modulation import ModulatedBlock
+from tests.unit.models.small import SMALL
 
 FIELDS: dict[str, Any] = {
+    **SMALL,
     "head": "denoiser",
     "conditioning": "adaln_single",
     "causal": False,
@@ -22,13 +24,6 @@ FIELDS: dict[str, Any] = {
     "norm": "layer",
     "image": {"size": [4, 6], "patch": 2, "channels": 3, "classes": 5},
     "tpe_init_length": 4,
-    "layers": 2,
-    "width": 24,
-    "heads": 3,
-    "glu_width": 20,
-    "gate_rank": 5,
-    "tpe_rank": 4,
-    "initializer_std": 0.3,
 }
 GRID = (2, 3)
 

@@ -11,19 +11,14 @@ from lightnet_llm.config import ModelConfig, RunConfig
 from lightnet_llm.models import ForwardContext, SequenceClassifier, build_model, count_parameters, initialize
 from lightnet_llm.models.dropout import DropoutKey
 from lightnet_llm.models.sequence_classifier import mean_of_tokens, sentence_loss
+from tests.unit.models.small import SMALL
 
 FIELDS: dict[str, Any] = {
+    **SMALL,
     "head": "sequence_classifier",
     "causal": False,
     "vocab_size": 40,
-    "layers": 2,
-    "width": 24,
-    "heads": 3,
-    "glu_width": 20,
-    "gate_rank": 5,
-    "tpe_rank": 4,
     "tpe_init_length": 8,
-    "initializer_std": 0.3,
 }
 LENGTHS = (5, 1, 9, 3)
 
