@@ -7,8 +7,8 @@
     python benchmarks/planner.py run --figures calibration.json --against benchmarks/planner-predicted-DATE.json
     python benchmarks/planner.py run --smoke                  two tiny cases, on a CPU if need be; the figures mean nothing
 
-Each case is a few steps of the training engine on bytes of Python's standard library, in processes of its own; those of one
-card run two at a time where there are two. Memory is the highest of `torch.cuda.max_memory_allocated` over the ranks, held
+Each case is a few steps of the training engine on bytes of Python's standard library, in processes of its own; as many
+at a time as there are cards for. Memory is the highest of `torch.cuda.max_memory_allocated` over the ranks, held
 against the prediction without its reserve; time is the median of the steps after the first six. `--against` adds what was
 predicted and committed before. Cases marked * in the table are those of which that is asked.
 """
@@ -30,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
 from sequence_parallel import text  # benchmarks/sequence_parallel.py, beside this file
@@ -221,18 +222,19 @@ def run(arguments: argparse.Namespace, cases: dict[str, Case]) -> int:
     for card in range(max(1, have)):
         free.put(card)
 
-    def single(name: str) -> None:
-        card = free.get()
-        results[name] = measure(name, cases[name], [card])
-        free.put(card)
+    taking = Lock()  # a case takes all of its cards before another takes any: nobody waits for half
+
+    def one(name: str) -> None:
+        with taking:
+            cards = [free.get() for _ in range(cases[name].ranks if have else 1)]
+        results[name] = measure(name, cases[name], cards if have else list(range(cases[name].ranks)))
+        for card in cards:
+            free.put(card)
 
     possible = {name: case for name, case in cases.items() if case.ranks <= have or (not have and arguments.smoke)}
     began = time.time()
     with ThreadPoolExecutor(max(1, have)) as pool:
-        list(pool.map(single, [name for name, case in possible.items() if case.ranks == 1]))
-    for name, case in possible.items():
-        if case.ranks > 1:
-            results[name] = measure(name, case, list(range(case.ranks)))
+        list(pool.map(one, sorted(possible, key=lambda name: possible[name].ranks)))
     kept = {}
     for name, case in possible.items():
         kept[name] = {
