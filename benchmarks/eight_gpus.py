@@ -110,7 +110,7 @@ def jobs(given: argparse.Namespace, cases: dict[str, planner.Case]) -> tuple[lis
     rows: list[dict[str, Any]] = []
     for name, case in cases.items():
         predicted = planner.predict(case, given.figures, given.gpu)
-        measured = planner.measure(name, case, list(range(case.ranks)))
+        measured = planner.measure(case, list(range(case.ranks)))
         row = {"name": name, "ranks": case.ranks, "overrides": case.overrides(), "predicted": predicted}
         rows.append({**row, "measured": measured})
         if "failed" in measured:

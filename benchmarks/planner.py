@@ -21,9 +21,7 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,9 +31,9 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Any
 
-from sequence_parallel import text  # benchmarks/sequence_parallel.py, beside this file
+from jobs import run_job  # benchmarks/jobs.py, beside this file
+from sequence_parallel import text
 
-ROOT = Path(__file__).resolve().parent.parent
 WARM, STEPS, SECONDS = 6, 8, 110
 
 
@@ -109,47 +107,14 @@ def predict(case: Case, figures: Path | None, gpu: str) -> dict[str, Any]:
     }
 
 
-def measure(name: str, case: Case, cards: list[int]) -> dict[str, Any]:
+def measure(case: Case, cards: list[int]) -> dict[str, Any]:
     """Run a case on these cards; what was measured, or {"failed": why}."""
-    from lightnet_llm.launch.hosts import free_port
-
-    port = free_port()
-    if "CUDA_VISIBLE_DEVICES" in os.environ:  # of these
-        visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-        cards = [int(visible[card]) for card in cards]
-    with tempfile.TemporaryDirectory() as folder:
-        found, log = Path(folder, "found.json"), Path(folder, "log")
-        where = {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(case.ranks),
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, cards)), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        request = json.dumps([case.preset, case.overrides(), str(found)])
-        with log.open("w") as output:
-            processes = [
-                subprocess.Popen(
-                    [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "rank", request],
-                    env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    cwd=ROOT,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-                for rank in range(case.ranks)
-            ]
-            end = time.time() + SECONDS
-            while any(process.poll() is None for process in processes):
-                if time.time() > end or any(process.poll() for process in processes):
-                    for process in processes:
-                        process.kill()
-                time.sleep(0.2)
-        if found.is_file():
-            return json.loads(found.read_text())
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        short = any("OutOfMemoryError" in line or "out of memory" in line for line in lines)
-        return {"failed": f"{name}: " + ("out of memory" if short else " | ".join(lines[-3:])[-400:] or "time is up")}
+    return run_job(rank_main, [case.preset, case.overrides()], cards, SECONDS)
 
 
-def rank_main(preset: str, overrides: list[str], found: str) -> None:
+def rank_main(request: tuple[str, list[str]]) -> dict[str, Any]:
     """One rank of one case."""
+    began = time.perf_counter()
     import torch
     import torch.distributed as dist
 
@@ -158,10 +123,11 @@ def rank_main(preset: str, overrides: list[str], found: str) -> None:
     from lightnet_llm.parallel.legality import legal_layout
     from lightnet_llm.training.engine import build_engine
 
-    config, device = load_config(preset, overrides), prepare_backend()
+    config, device = load_config(*request), prepare_backend()
     cuda, world = device.type == "cuda", int(os.environ["WORLD_SIZE"])
     groups = Groups(legal_layout(config, world))
     engine = build_engine(config, groups, device)
+    built = time.perf_counter() - began
     rows, length = config.train.micro_batch, config.data.sequence_length
     tokens = text(length * 64 + 1) % config.model.vocab_size
 
@@ -193,21 +159,16 @@ def rank_main(preset: str, overrides: list[str], found: str) -> None:
     held: list[Any] = [None] * world
     peak = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
     dist.all_gather_object(held, peak)
-    if dist.get_rank() == 0:
-        result = {
-            "card": torch.cuda.get_device_name() if cuda else "cpu",
-            "torch": torch.__version__,
-            "allocated_bytes": [one for one, _ in held] if cuda else None,
-            "reserved_bytes": [two for _, two in held] if cuda else None,
-            "seconds": times,
-            "step_seconds": statistics.median(times[WARM:]),
-            "first_step_seconds": times[0],
-        }
-        partial = Path(f"{found}.partial")
-        partial.write_text(json.dumps(result))
-        partial.replace(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    return {
+        "card": torch.cuda.get_device_name() if cuda else "cpu",
+        "torch": torch.__version__,
+        "allocated_bytes": [one for one, _ in held] if cuda else None,
+        "reserved_bytes": [two for _, two in held] if cuda else None,
+        "seconds": times,
+        "step_seconds": statistics.median(times[WARM:]),
+        "engine_seconds": built,
+        "first_step_seconds": times[0],
+    }
 
 
 def run(arguments: argparse.Namespace, cases: dict[str, Case]) -> int:
@@ -217,37 +178,36 @@ def run(arguments: argparse.Namespace, cases: dict[str, Case]) -> int:
     have = torch.cuda.device_count()
     gpu = arguments.gpu
     before = json.loads(arguments.against.read_text())["cases"] if arguments.against else {}
-    results: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     free: SimpleQueue[int] = SimpleQueue()
     for card in range(max(1, have)):
         free.put(card)
-
-    taking = Lock()  # a case takes all of its cards before another takes any: nobody waits for half
-
-    def one(name: str) -> None:
-        with taking:
-            cards = [free.get() for _ in range(cases[name].ranks if have else 1)]
-        results[name] = measure(name, cases[name], cards if have else list(range(cases[name].ranks)))
-        for card in cards:
-            free.put(card)
-
+    taking, writing = Lock(), Lock()  # a case takes all of its cards before another takes any: nobody waits for half
     possible = {name: case for name, case in cases.items() if case.ranks <= have or (not have and arguments.smoke)}
     began = time.time()
+
+    def one(name: str) -> None:
+        case = cases[name]
+        with taking:
+            cards = [free.get() for _ in range(case.ranks if have else 1)]
+        measured = measure(case, cards if have else list(range(case.ranks)))
+        for card in cards:
+            free.put(card)
+        with writing:
+            kept[name] = {
+                "case": vars(case) | {"more": list(case.more)},
+                "predicted": predict(case, arguments.figures, gpu),
+                "before": before.get(name),
+                "measured": measured,
+            }
+            print(_row(name, kept[name]), flush=True)
+            left = sorted({*cases} - {*kept})
+            _write(arguments, {"cases": kept, "seconds": round(time.time() - began, 1), "left_out": left})
+
+    print(HEAD, flush=True)
     with ThreadPoolExecutor(max(1, have)) as pool:
         list(pool.map(one, sorted(possible, key=lambda name: possible[name].ranks)))
-    kept = {}
-    for name, case in possible.items():
-        kept[name] = {
-            "case": vars(case) | {"more": list(case.more)},
-            "predicted": predict(case, arguments.figures, gpu),
-            "before": before.get(name),
-            "measured": results[name],
-        }
-    _write(
-        arguments, {"cases": kept, "seconds": round(time.time() - began, 1), "left_out": sorted({*cases} - {*possible})}
-    )
-    _table(kept)
-    return int(any("failed" in result for result in results.values()))
+    return int(any("failed" in row["measured"] for row in kept.values()))
 
 
 def _write(arguments: argparse.Namespace, values: dict[str, Any]) -> None:
@@ -266,33 +226,28 @@ def _off(predicted: float, measured: float | None) -> str:
     return f"{100 * (predicted / measured - 1):+.0f} %" if measured else "-"
 
 
-def _table(kept: dict[str, Any]) -> None:
-    print(
-        "| case | ranks | GB predicted | measured | off | ms predicted | measured | off | committed before: GB, ms off |"
+HEAD = """| case | ranks | GB predicted | measured | off | ms predicted | measured | off | committed before: GB, ms off |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def _row(name: str, row: dict[str, Any]) -> str:
+    case, predicted, measured, before = row["case"], row["predicted"], row["measured"], row["before"]
+    label = f"{name}{' *' if case['committed'] else ''} | {case['ranks']}"
+    if "failed" in measured:
+        return f"| {label} | {predicted['allocated_bytes'] / 1e9:.1f} | {measured['failed']} | | | | | |"
+    memory, seconds = measured["allocated_bytes"] and max(measured["allocated_bytes"]), measured["step_seconds"]
+    earlier = "-"
+    if before:
+        earlier = f"{_off(before['allocated_bytes'], memory)}, {_off(before['step_seconds'], seconds)}"
+    return (
+        f"| {label} | {predicted['allocated_bytes'] / 1e9:.1f} | {memory / 1e9 if memory else 0:.1f} | "
+        f"{_off(predicted['allocated_bytes'], memory)} | {1e3 * predicted['step_seconds']:.0f} | {1e3 * seconds:.0f} | "
+        f"{_off(predicted['step_seconds'], seconds)} | {earlier} |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
-    for name, row in kept.items():
-        case, predicted, measured, before = row["case"], row["predicted"], row["measured"], row["before"]
-        label = f"{name}{' *' if case['committed'] else ''} | {case['ranks']}"
-        if "failed" in measured:
-            print(f"| {label} | {predicted['allocated_bytes'] / 1e9:.1f} | {measured['failed']} | | | | | |")
-            continue
-        memory, seconds = measured["allocated_bytes"] and max(measured["allocated_bytes"]), measured["step_seconds"]
-        earlier = "-"
-        if before:
-            earlier = f"{_off(before['allocated_bytes'], memory)}, {_off(before['step_seconds'], seconds)}"
-        print(
-            f"| {label} | {predicted['allocated_bytes'] / 1e9:.1f} | {memory / 1e9 if memory else 0:.1f} | "
-            f"{_off(predicted['allocated_bytes'], memory)} | {1e3 * predicted['step_seconds']:.0f} | {1e3 * seconds:.0f} | "
-            f"{_off(predicted['step_seconds'], seconds)} | {earlier} |"
-        )
 
 
 def main() -> int:
     """See the module."""
-    if sys.argv[1:2] == ["rank"]:
-        rank_main(*json.loads(sys.argv[2]))
-        return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["predict", "run"])
     parser.add_argument("--only", nargs="+", metavar="CASE")

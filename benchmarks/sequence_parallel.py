@@ -17,57 +17,26 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from jobs import run_job  # benchmarks/jobs.py, beside this file
+
 LEARNING_RATE = 3e-4
 
 
 def job(arguments: argparse.Namespace, tokens: int, ranks: int, steps: int, seconds: float) -> dict[str, Any]:
     """Train ``steps`` steps of one sample of ``tokens`` on so many ranks; what rank 0 found, or its failure."""
-    from lightnet_llm.launch.host import has_gpus, threads
-    from lightnet_llm.launch.hosts import free_port
-
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        found, log = Path(folder, "found.json"), Path(folder, "log")
-        request = {
-            "preset": arguments.preset, "overrides": arguments.override, "tokens": tokens, "steps": steps,
-            "recompute": arguments.recompute, "exchange": arguments.exchange, "found": str(found),
-        }  # fmt: skip
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-        where["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads(ranks, has_gpus())))
-        with log.open("w") as output:
-            processes = [
-                subprocess.Popen(
-                    [sys.executable, str(Path(__file__).resolve()), "rank", json.dumps(request)],
-                    env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    cwd=ROOT,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-                for rank in range(ranks)
-            ]
-            end = time.time() + seconds
-            while any(process.poll() is None for process in processes):
-                if time.time() > end or any(process.poll() for process in processes):
-                    time.sleep(2)
-                    for process in processes:
-                        process.kill()
-                time.sleep(0.2)
-        result: dict[str, Any] = {"tokens": tokens, "ranks": ranks, "recompute": arguments.recompute}
-        if found.is_file():
-            return {**result, **json.loads(found.read_text())}
-        lines = log.read_text(errors="replace").strip().splitlines()
-        short = any("OutOfMemoryError" in line or "out of memory" in line for line in lines)
-        return {**result, "failed": "out of memory" if short else " | ".join(lines[-3:])[-400:] or "time is up"}
+    request = {
+        "preset": arguments.preset, "overrides": arguments.override, "tokens": tokens, "steps": steps,
+        "recompute": arguments.recompute, "exchange": arguments.exchange,
+    }  # fmt: skip
+    result: dict[str, Any] = {"tokens": tokens, "ranks": ranks, "recompute": arguments.recompute}
+    return {**result, **run_job(rank_main, request, list(range(ranks)), seconds)}
 
 
 def text(length: int) -> Any:
@@ -86,10 +55,9 @@ def text(length: int) -> Any:
     return data.repeat(-(-length // len(data)))[:length]
 
 
-def rank_main(request: dict[str, Any]) -> None:
+def rank_main(request: dict[str, Any]) -> dict[str, Any]:
     """One rank of one job."""
     import torch
-    import torch.distributed as dist
 
     from lightnet_llm.config.load import load_config
     from lightnet_llm.parallel.layout import Groups, prepare_backend
@@ -136,24 +104,19 @@ def rank_main(request: dict[str, Any]) -> None:
         times.append(time.perf_counter() - begin)
         norms.append(engine.gradient_norm())
         sent.append(0 if traffic is None else traffic.bytes - before)
-    if dist.get_rank() == 0:
-        layers = config.model.layers
-        result = {
-            "card": torch.cuda.get_device_name() if cuda else "cpu",
-            "torch": torch.__version__,
-            "exchange": request["exchange"],
-            "losses": losses,
-            "grad_norms": norms,
-            "seconds": times,
-            "ms": 1e3 * statistics.median(times[min(3, len(times) - 1) :]),
-            "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
-            "bytes_sent_per_step": sent[-1],  # of this rank, MD-TPE's one exchange included
-            "bytes_sent_per_layer": sent[-1] // layers,
-        }
-        assert all(math.isfinite(x) for x in losses), losses
-        Path(request["found"]).write_text(json.dumps(result))
-    dist.barrier()
-    os._exit(0)  # without waiting for NCCL's threads
+    assert all(math.isfinite(x) for x in losses), losses
+    return {
+        "card": torch.cuda.get_device_name() if cuda else "cpu",
+        "torch": torch.__version__,
+        "exchange": request["exchange"],
+        "losses": losses,
+        "grad_norms": norms,
+        "seconds": times,
+        "ms": 1e3 * statistics.median(times[min(3, len(times) - 1) :]),
+        "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
+        "bytes_sent_per_step": sent[-1],  # of this rank, MD-TPE's one exchange included
+        "bytes_sent_per_layer": sent[-1] // config.model.layers,
+    }
 
 
 def keep(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
@@ -250,10 +213,6 @@ def equal(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Run one kind of measurement; 1 if a job failed that was not meant to."""
-    if sys.argv[1:2] == ["rank"]:
-        sys.path.insert(0, str(ROOT))
-        rank_main(json.loads(sys.argv[2]))
-        return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=["weak", "longest", "train", "equal"])
     parser.add_argument("--tokens", type=int, nargs="*", help="a rank (weak) or in all")

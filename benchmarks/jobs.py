@@ -1,0 +1,90 @@
+"""Jobs of the benchmarks: ranks forked from one process that has imported torch, DeepSpeed and the training engine.
+
+A job is a function of one JSON-like request that every rank calls; what rank 0 returns is the job's result.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+GRACE = 2.0  # seconds in which the others of a rank that failed may say why
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["torch", "deepspeed", "lightnet_llm.training.engine", "lightnet_kernels.scan"])
+
+
+def run_job(job: Callable[[Any], Any], request: Any, cards: list[int], seconds: float) -> dict[str, Any]:
+    """Call ``job(request)`` on one rank per card; rank 0's answer, or {"failed": why}.
+
+    ``cards`` are those of CUDA_VISIBLE_DEVICES where that is set; without GPUs only their number counts.
+    """
+    from lightnet_llm.launch.host import has_gpus, threads
+    from lightnet_llm.launch.hosts import free_port
+
+    # Read by the process that forks ranks when it starts: to import must not start CUDA, which no fork survives.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ["DS_ACCELERATOR"] = "cuda" if has_gpus() else "cpu"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = [visible.split(",")[card] for card in cards] if visible else [str(card) for card in cards]
+    where = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(cards)),
+        "CUDA_VISIBLE_DEVICES": ",".join(chosen),
+    }  # fmt: skip
+    count = int(os.environ.get("OMP_NUM_THREADS", threads(len(cards), has_gpus())))
+    with tempfile.TemporaryDirectory() as folder:
+        found, log = Path(folder, "found.json"), Path(folder, "log")
+        ranks = [
+            _SERVER.Process(
+                target=_rank,
+                args=(job, request, {**where, "RANK": str(rank), "LOCAL_RANK": str(rank)}, count, folder),
+            )
+            for rank in range(len(cards))
+        ]
+        for rank in ranks:
+            rank.start()
+        end = time.time() + seconds
+        while any(rank.is_alive() for rank in ranks):
+            if time.time() > end or any(rank.exitcode for rank in ranks):
+                time.sleep(GRACE)
+                for rank in ranks:
+                    rank.kill()
+            time.sleep(0.1)
+        if found.is_file():
+            return json.loads(found.read_text())
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.is_file() else []
+        short = any("OutOfMemoryError" in line or "out of memory" in line for line in lines)
+        return {"failed": "out of memory" if short else " | ".join(lines[-3:])[-400:] or "time is up"}
+
+
+def _rank(job: Callable[[Any], Any], request: Any, where: dict[str, str], threads: int, folder: str) -> None:
+    os.environ.update(where)
+    os.chdir(ROOT)
+    with Path(folder, "log").open("a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    try:
+        result = job(request)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+        os._exit(1)
+    if dist.get_rank() == 0:
+        partial = Path(folder, "found.json.partial")
+        partial.write_text(json.dumps(result))
+        partial.replace(Path(folder, "found.json"))
+    dist.barrier()
+    os._exit(0)  # without waiting for NCCL's threads
