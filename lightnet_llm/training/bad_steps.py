@@ -4,6 +4,9 @@ The hook is the one place before the update where every engine knows the global 
 function (ZeRO 1 to 3), or the clip (no ZeRO). There, loss and norm are summed over all ranks, so that every rank judges
 the same two numbers, and a bad step takes the way of DeepSpeed's overflow: no update, no moments, gradients dropped. The
 schedule and the data position go on, as if the step had been taken.
+
+Where the optimiser can leave a step out by itself (:mod:`.bf16`), the numbers stay on the device, and the host reads them
+when it needs them, at the latest before it judges the next step. The decision is the same.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import Tensor
 
 from ..config.run import BadStepsConfig
+from .bf16 import Bf16Optimizer
 
 # A deviation is never taken for smaller than this: one per cent of the loss, ten per cent of the norm.
 LOSS_FLOOR, NORM_FLOOR = 0.01, 0.1
@@ -43,18 +47,29 @@ class Judge:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
+    def limits(self) -> tuple[float, float]:
+        """The loss and the gradient norm beyond which the next step is bad; infinite while too few were seen."""
+        if self.config.deviations <= 0 or len(self.losses) < self.config.after:
+            return math.inf, math.inf
+        loss, norm = (
+            middle + self.config.deviations * spread
+            for middle, spread in (_middle_and_spread(*seen) for seen in self._seen())
+        )
+        return loss, math.exp(min(norm, 700.0))  # of which the exponential is finite
+
+    def _seen(self) -> tuple[tuple[list[float], float], tuple[list[float], float]]:
+        """Losses and logarithms of norms of the last good steps, each with its smallest deviation."""
+        return (self.losses, LOSS_FLOOR * abs(statistics.median(self.losses))), (self.norms, NORM_FLOOR)
+
     def reason(self, loss: float, norm: float) -> str | None:
         """Why a step with this global loss and gradient norm must be skipped, or None."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return "not finite"
-        if self.config.deviations <= 0 or len(self.losses) < self.config.after:
-            return None
-        for name, value, seen, floor in (
-            ("loss", loss, self.losses, LOSS_FLOOR * abs(statistics.median(self.losses))),
-            ("gradient norm", _log(norm), self.norms, NORM_FLOOR),
-        ):
-            far = deviations(value, seen, floor)
-            if far > self.config.deviations:
+        names = ("loss", "gradient norm")
+        for name, value, limit, at in zip(names, (loss, norm), self.limits(), (0, 1), strict=True):
+            if value > limit:
+                seen, floor = self._seen()[at]
+                far = deviations(_log(value) if at else value, seen, floor)
                 return f"{name} {far:.1f} deviations above the last {len(seen)}"
         return None
 
@@ -97,9 +112,14 @@ def _log(norm: float) -> float:
 
 def deviations(value: float, seen: list[float], floor: float) -> float:
     """How many robust deviations ``value`` lies above the median of ``seen`` (median absolute deviation, scaled)."""
+    middle, spread = _middle_and_spread(seen, floor)
+    return (value - middle) / spread
+
+
+def _middle_and_spread(seen: list[float], floor: float) -> tuple[float, float]:
     middle = statistics.median(seen)
     spread = MAD_TO_SIGMA * statistics.median(abs(x - middle) for x in seen)
-    return (value - middle) / max(spread, floor, 1e-30)
+    return middle, max(spread, floor, 1e-30)
 
 
 def pick_suspects(losses: list[tuple[float, list[int]]]) -> list[int]:
@@ -117,6 +137,29 @@ def pick_suspects(losses: list[tuple[float, list[int]]]) -> list[int]:
     return sorted({sample for ids in broken for sample in ids})
 
 
+@dataclass
+class Verdict:
+    """What became of a step.
+
+    Attributes:
+        step: number of the update, from 0.
+        losses, samples: mean losses and sample ids of this rank's micro-batches; no losses where others compute them.
+        loss, norm: global; not finite when that is why the step was skipped.
+        reason: why it was skipped, or None.
+    """
+
+    step: int
+    losses: list[Tensor]
+    samples: list[Tensor]
+    loss: float = math.nan
+    norm: float = math.nan
+    reason: str | None = None
+
+    def suspects(self) -> list[tuple[float, list[int]]]:
+        """Mean loss and sample ids of the micro-batches, where this rank computed the loss."""
+        return [(float(loss), ids.tolist()) for loss, ids in zip(self.losses, self.samples, strict=False)]
+
+
 class Guard:
     """Puts the judge in front of an engine's updates.
 
@@ -124,19 +167,22 @@ class Guard:
         engine: DeepSpeed's engine.
         judge: shared with the loop, which saves it.
         local_loss: this rank's share of the step's loss: the shares of all ranks add up to the mean loss.
+        begin: the verdict on the step that is being made, to be filled.
 
     Attributes:
-        loss, norm: of the last step, global; not finite when that is why it was skipped.
-        reason: why the last step was skipped, or None.
+        last: the last step that was judged.
     """
 
-    def __init__(self, engine: Any, judge: Judge, local_loss: Callable[[], Tensor]):
-        self.judge, self.local_loss = judge, local_loss
-        self.loss, self.norm = float("nan"), float("nan")
-        self.reason: str | None = None
+    def __init__(self, engine: Any, judge: Judge, local_loss: Callable[[], Tensor], begin: Callable[[], Verdict]):
+        self.judge, self.local_loss, self.begin = judge, local_loss, begin
         self.engine, self.optimizer = engine, engine.optimizer
         self.device: torch.device = engine.device
-        if hasattr(self.optimizer, "scaled_global_norm"):  # ZeRO 1 and 2
+        self.last = Verdict(-1, [], [])
+        self._open: tuple[Verdict, Tensor, torch.cuda.Event | None] | None = None
+        self._judged: list[Verdict] = []
+        if isinstance(self.optimizer, BF16_Optimizer):  # ZeRO 1 with fp32 accumulation for bf16
+            Bf16Optimizer.take_over(self.optimizer, self._on_device)
+        elif hasattr(self.optimizer, "scaled_global_norm"):  # ZeRO 1 and 2
             # DeepSpeed would first look through all gradients for what is not finite, which the norm says anyway.
             self.optimizer.check_grad_overflow = False
             self.original = self.optimizer.scaled_global_norm
@@ -144,22 +190,49 @@ class Guard:
         elif hasattr(self.optimizer, "_get_norm_groups"):  # ZeRO 3
             self.original = self.optimizer._get_norm_groups
             self.optimizer._get_norm_groups = self._stage_three
-        elif isinstance(self.optimizer, bf16_optimizer.BF16_Optimizer):  # ZeRO 1 with fp32 accumulation for bf16
-            self.original = bf16_optimizer.get_global_norm_of_tensors
-            bf16_optimizer.get_global_norm_of_tensors = self._bf16  # it has no method of its own for it
         else:
             self.original = engine.clip_fp32_gradients
             engine.clip_fp32_gradients = self._no_stage
 
-    def _is_bad(self, norm: Tensor) -> bool:
-        """Every rank comes here with the same norm, at the same point of its schedule."""
+    def _on_device(self, norm: Tensor) -> Tensor:
+        """1.0 if the step is bad, else 0.0: fp32, on the device. Every rank comes here with the same norm, at the same
+        point of its schedule."""
+        self.settle()  # the limits depend on it
         share = norm.detach().double().reshape(()).to(self.device) / dist.get_world_size()
         share = torch.where(share < 0, float("inf"), share)  # DeepSpeed writes -1 for a norm that is not finite
         both = torch.stack([self.local_loss().detach().double().reshape(()).to(self.device), share])
         dist.all_reduce(both)
-        self.loss, self.norm = both.tolist()
-        self.reason = self.judge.judge(self.loss, self.norm)
-        return self.reason is not None
+        most_loss, most_norm = self.judge.limits()
+        bad = ~both.isfinite().all() | (both[0] > most_loss) | (both[1] > most_norm)
+        event = None
+        if both.is_cuda:
+            here = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+            here.copy_(both, non_blocking=True)
+            both, event = here, torch.cuda.Event()
+            event.record()
+        self._open = (self.begin(), both, event)
+        return bad.float()
+
+    def settle(self) -> Verdict:
+        """The verdict on the last step; waits for the device if it has not come so far."""
+        if self._open is not None:
+            self.last, numbers, event = self._open
+            self._open = None
+            if event is not None:
+                event.synchronize()
+            self.last.loss, self.last.norm = numbers.tolist()
+            self.last.reason = self.judge.judge(self.last.loss, self.last.norm)
+            self._judged.append(self.last)
+        return self.last
+
+    def judged(self) -> list[Verdict]:
+        """Those on the steps judged since the last call, in order."""
+        found, self._judged = self._judged, []
+        return found
+
+    def _is_bad(self, norm: Tensor) -> bool:
+        self._on_device(norm)
+        return self.settle().reason is not None
 
     def _stage_one_and_two(self, *args: Any, **kwargs: Any) -> Tensor:
         norm = self.original(*args, **kwargs)
@@ -177,10 +250,6 @@ class Guard:
         norms = self.original()
         norm = combine_grad_norm_groups(norms)
         return [torch.full_like(norm, float("inf"))] if self._is_bad(norm) else norms
-
-    def _bf16(self, *args: Any, **kwargs: Any) -> Tensor:
-        norm = self.original(*args, **kwargs)
-        return torch.full_like(norm, float("inf")) if self._is_bad(norm) else norm
 
     def _no_stage(self) -> None:
         self.original()

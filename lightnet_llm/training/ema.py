@@ -29,6 +29,9 @@ def follow(optimizer: torch.optim.Optimizer, decay: float) -> None:
         # DeepSpeed steps one group at a time. A parameter without a gradient was passed over: the step was skipped.
         moved = [p for group in stepped.param_groups for p in group["params"] if p.grad is not None]
         states = [stepped.state[p] for p in moved]
+        if getattr(stepped, "found_inf", None) is not None:
+            _follow_on_device(moved, states, stepped.found_inf, decay)
+            return
         known = [(state[EMA], p) for state, p in zip(states, moved, strict=True) if EMA in state]
         for state, p in zip(states, moved, strict=True):
             if EMA not in state:
@@ -38,6 +41,19 @@ def follow(optimizer: torch.optim.Optimizer, decay: float) -> None:
             torch._foreach_lerp_(averages, weights, 1.0 - decay)
 
     optimizer.register_step_post_hook(update)
+
+
+def _follow_on_device(weights: list[Tensor], states: list[dict[str, Tensor]], skipped: Tensor, decay: float) -> None:
+    """The same where only the device knows whether the step was skipped.
+
+    Args:
+        skipped: fp32 scalar, 1.0 for a step that was.
+    """
+    for weight, state in zip(weights, states, strict=True):
+        if EMA not in state:
+            state[EMA] = weight.detach().clone()
+        share = torch.where(state["step"] <= 1, 1.0, 1.0 - decay) * (1.0 - skipped)  # of which the first is a copy
+        state[EMA].lerp_(weight, share)
 
 
 def reader(optimizer: Any, zero_stage: int) -> Callable[[nn.Parameter], Tensor | None] | None:

@@ -6,6 +6,8 @@ parameter names.
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,16 +26,17 @@ from ..checkpoint.universal import UniversalForm
 from ..checkpoint.weights import load_into, load_weights
 from ..config.deepspeed import NO_CLIP, deepspeed_config, effective_zero_stage
 from ..config.run import RunConfig
+from ..launch.host import threads
 from ..models import build_model
 from ..models.block import Block
 from ..models.layers import PlainLayers
-from ..models.parameters import initialize, spec_of
+from ..models.parameters import Undrawn, initialize, spec_of
 from ..parallel.clock import Clock
 from ..parallel.layout import Groups
 from ..parallel.megatron import MegatronLayers
 from ..parallel.sequence import SequencePlace
 from ..parallel.stage_times import choose_stages
-from .bad_steps import Guard, Judge
+from .bad_steps import Guard, Judge, Verdict
 from .norms import group_norms, reduce_norm_once
 from .optimizer import build_optimizer
 from .progress import Progress
@@ -56,6 +59,22 @@ def _fp32_parameters_kept() -> Iterator[None]:
         yield
     finally:
         DeepSpeedEngine._cast_module_mixed_precision = original
+
+
+@contextmanager
+def _modules_not_collected() -> Iterator[None]:
+    """DeepSpeed collects garbage six times while it is built, and each time all that was imported is looked through."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _own_threads() -> int:
+    """This rank's share of the host's cores, for work that is done before the device has any."""
+    ranks = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")  # DeepSpeed's launcher; torchrun
+    return threads(int(ranks or dist.get_world_size()), gpus=False)
 
 
 def build_layers(groups: Groups, share_tokens: bool = False) -> PlainLayers:
@@ -81,7 +100,7 @@ class Engine:
         last_batch: the micro-batch worked on last, for a report after running out of memory.
         task: what the head adds.
         batch_checksum: of the sample ids and contents this rank read for the last step.
-        judge, guard: what decides that an update is skipped, and what it decided last.
+        judge, guard: what decides that an update is skipped, and what it decided.
         samples_read: sample ids of the step's micro-batches, as read on this rank.
         losses: their mean losses, where this rank computes them.
         progress: told what this rank is doing.
@@ -114,11 +133,13 @@ class Engine:
         for block in model.modules():
             if isinstance(block, Block):
                 block.recompute = every > 0 and block.index % every == 0
-        initialize(model, config.train.seed, self.layers.tensor_rank)
+        # As DeepSpeed is going to cast and move them, which takes longer a second time.
+        narrow = torch.bfloat16 if config.train.precision == "bf16" and self.zero_stage < 3 else None
+        initialize(model, config.train.seed, self.layers.tensor_rank, device, narrow, _own_threads())
         if weights is not None:
             load_into(model, load_weights(weights), str(weights), self.layers.tensor_rank)
         self.layers.sum_shared_gradients(model)
-        with _fp32_parameters_kept():
+        with _fp32_parameters_kept(), _modules_not_collected():
             self.engine, self.optimizer, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=build_optimizer(model, config.optimizer, config.train.ema),
@@ -131,7 +152,7 @@ class Engine:
         if groups.layout.pipeline > 1:
             reduce_norm_once(self.engine.optimizer)
         self.judge = Judge(config.bad_steps)
-        self.guard = Guard(self.engine, self.judge, self._loss_share)
+        self.guard = Guard(self.engine, self.judge, self._loss_share, self._verdict)
         self._step_alone = self.engine._take_model_step
         self.engine._take_model_step = self._measure_then_step
         self.base_rates = [float(group["lr"]) for group in self.param_groups]
@@ -143,7 +164,8 @@ class Engine:
         return self.groups.sequence and self.groups.sequence.using(parallel.sequence_exchange, in_flight)
 
     def _build_model(self) -> nn.Module:
-        return build_model(self.config.model, self.layers)
+        with Undrawn():
+            return build_model(self.config.model, self.layers)
 
     def _mpu(self) -> Any:
         return self.groups
@@ -179,6 +201,10 @@ class Engine:
     def _loss_share(self) -> Tensor:
         """This rank's part of the step's mean loss, see :class:`Guard`."""
         return torch.stack(self.losses).mean() / dist.get_world_size()
+
+    def _verdict(self) -> Verdict:
+        assert self.clock.step is not None
+        return Verdict(self.clock.step, self.losses, self.samples_read)
 
     def set_rate(self, factor: float) -> float:
         """Set every group's learning rate to ``factor`` times its base; returns the rate of the first."""
@@ -223,10 +249,6 @@ class Engine:
         counted = samples * self.groups.layout.sequence
         if self.engine.train_batch_size() != counted:
             self.engine.set_train_batch_size(counted)
-
-    def suspects(self) -> list[tuple[float, list[int]]]:
-        """Mean loss and sample ids of the last step's micro-batches, where this rank computed the loss."""
-        return [(float(loss), ids.tolist()) for loss, ids in zip(self.losses, self.samples_read, strict=False)]
 
     def _begin(self, step: int) -> None:
         self.clock.step, self.clock.step_weight, self.batch_checksum = step, 1.0, 0
@@ -275,7 +297,7 @@ class Engine:
 
     def gradient_norm(self) -> float:
         """Global gradient norm of the last step, before clipping."""
-        return self.guard.norm
+        return self.guard.settle().norm
 
     def save(self, folder: Path, client_state: dict[str, Any], write: Callable[[Any, Path], None]) -> None:
         """DeepSpeed's native files under ``folder/engine``; every rank calls it.
@@ -328,7 +350,8 @@ class PipelineEngine(Engine):
     def _build_model(self) -> nn.Module:
         if not self.stages:
             self.stages = choose_stages(self.config, self.layers, self.clock, self.device)
-        return self.task.pipelined()(self.config.model, self.layers, self.groups, self.clock, self.stages)
+        with Undrawn():
+            return self.task.pipelined()(self.config.model, self.layers, self.groups, self.clock, self.stages)
 
     def _mpu(self) -> Any:
         return None  # a PipelineModule carries its own topology
@@ -343,7 +366,7 @@ class PipelineEngine(Engine):
         self.module.train()
         self._set_batch(global_batch)
         loss = self.engine.train_batch(self._payloads(self._micro_batches(batches))).detach().float()
-        self.losses = list(self.engine.fwd_outputs)  # empty but on the last stage
+        self.losses += [loss.detach() for loss in self.engine.fwd_outputs]  # none but on the last stage
         return loss
 
     def _loss_share(self) -> Tensor:

@@ -17,7 +17,7 @@ from ..parallel.agreement import Agreement
 from ..parallel.layout import Groups, prepare_backend
 from ..parallel.legality import legal_layout
 from . import data, evaluation, out_of_memory, time_budget, watchdog
-from .bad_steps import pick_suspects
+from .bad_steps import Verdict, pick_suspects
 from .engine import Engine, build_engine
 from .metrics import MetricsWriter, flops_per_token, memory_bytes, peak_flops
 from .profiling import Trace
@@ -82,6 +82,7 @@ class Trainer:
         recorded = config.logging.profile_steps if self.speaks else 0
         trace = Trace(self.folder.path / "profile", self.ranks.rank, recorded, state.step)
         window_start, window_tokens = time.perf_counter(), 0
+        guard, spans = self.engine.guard, dict[int, tuple[int, int]]()  # samples of the steps not judged yet
         while state.step < end:
             step, batch, began = state.step, budget.batch_at(state.step), time.perf_counter()
             self.progress.begin("step", step + 1)
@@ -93,24 +94,27 @@ class Trainer:
             state.step, state.samples = step + 1, state.samples + batch
             state.tokens += batch * config.data.sequence_length
             window_tokens += batch * config.data.sequence_length
-            state.bad_steps = self.engine.judge.as_dict()
-            due = due or self._due(state.step, config.checkpoint.interval)
-            # While steps are being skipped the weights are in doubt: they must not push older checkpoints out.
-            saves = (due and self.engine.guard.reason is None) or state.step == end
+            spans[step] = (first, state.samples)
+            due = due or self._due(state.step, config.checkpoint.interval) or state.step == end
             stop = self.ranks.any(self.interrupted or (self.ranks.rank == 0 and self.folder.stop_requested))
             self.saver.after_step(time.perf_counter() - began)
             reports = self._due(state.step, config.logging.interval) or self.engine.group_norms is not None
+            # Otherwise a verdict is heard while the device works on the next step.
+            verdict = guard.settle() if reports or due or stop or self.engine.judge.streak else guard.last
+            # While steps are being skipped the weights are in doubt: they must not push older checkpoints out.
+            saves = (due and verdict.reason is None) or state.step == end
             if reports or saves or stop:
-                mean = (
-                    float(self.engine.reduce_mean(loss)) if self.engine.guard.reason is None else self.engine.guard.loss
-                )
+                mean = float(self.engine.reduce_mean(loss)) if verdict.reason is None else verdict.loss
                 seconds = time.perf_counter() - window_start
                 self._report(mean, rate, first, window_tokens, seconds, parameters)
                 window_start, window_tokens = time.perf_counter(), 0
             elif self.metrics is not None:
                 self.metrics.advance()
-            if self.engine.guard.reason is not None:
-                self._skipped(first, saved)
+            state.bad_steps = self.engine.judge.as_dict()
+            for verdict in guard.judged():
+                span = spans.pop(verdict.step)
+                if verdict.reason is not None:
+                    self._skipped(verdict, span, saved)
             self.progress.begin("bookkeeping")
             pause = time.perf_counter()
             if self._due(state.step, config.validation.interval) or (config.validation.interval and state.step == end):
@@ -144,19 +148,19 @@ class Trainer:
             pass  # the error's traceback holds the failed activations: they are free only after this block
         raise UserError(out_of_memory.advice(self.engine, self.budget))
 
-    def _skipped(self, first: int, saved: int) -> None:
+    def _skipped(self, found: Verdict, span: tuple[int, int], saved: int) -> None:
         """Log a step that was skipped, and stop when there are too many in a row."""
-        guard, step, end = self.engine.guard, self.state.step, self.state.samples
-        suspects = self.ranks.gather(self.engine.suspects())
+        step, (first, end) = found.step + 1, span
+        suspects = self.ranks.gather(found.suspects())
         worst = pick_suspects([pair for part in suspects for pair in part])
-        self.ranks.log(f"skipped step {step}: {guard.reason} (loss {guard.loss:.4g}, gradient norm {guard.norm:.4g})")
+        self.ranks.log(f"skipped step {step}: {found.reason} (loss {found.loss:.4g}, gradient norm {found.norm:.4g})")
         if self.metrics is not None:
-            found = {"loss": guard.loss, "grad_norm": guard.norm}
-            self.metrics.event(step, "skipped", reason=guard.reason, found=found, samples=[first, end], suspects=worst)
+            values = {"loss": found.loss, "grad_norm": found.norm}
+            self.metrics.event(step, "skipped", reason=found.reason, found=values, samples=[first, end], suspects=worst)
         if self.engine.judge.too_many:
             raise UserError(
-                f"loss is {guard.loss} and gradient norm {guard.norm} at step {step} (samples {first} to {end - 1}): "
-                f"{guard.reason}, the {self.engine.judge.streak}th step in a row that is skipped (bad_steps.in_a_row); "
+                f"loss is {found.loss} and gradient norm {found.norm} at step {step} (samples {first} to {end - 1}): "
+                f"{found.reason}, the {self.engine.judge.streak}th step in a row that is skipped (bad_steps.in_a_row); "
                 f"nothing was saved since step {saved}: look at these samples, or start another run with "
                 f"train.init_from={self.folder.checkpoints} and a lower optimizer.learning_rate",
                 shared=True,

@@ -52,8 +52,8 @@ def reduce_norm_once(optimizer: Any) -> None:
     """Let pipeline stages hold different groups of parameters: the gradient norm is reduced over them once a step.
 
     DeepSpeed (0.19.8) reduces it once for each group of the optimiser: where one stage has more groups than another, such
-    as TPE's beside those of the blocks, ranks would wait for reductions that others never make. In bf16 it fails on a
-    stage that holds nothing but the copy of a tied weight, which does not count.
+    as TPE's beside those of the blocks, ranks would wait for reductions that others never make. (:mod:`.bf16` reduces it
+    once by itself.)
     """
     if hasattr(optimizer, "scaled_global_norm"):  # ZeRO 1
         of_this_rank = optimizer.scaled_global_norm
@@ -70,14 +70,3 @@ def reduce_norm_once(optimizer: Any) -> None:
             return torch.where(torch.isfinite(total), total, -1.0)
 
         optimizer.scaled_global_norm = scaled_global_norm
-    elif hasattr(optimizer, "get_grads_for_norm"):  # its form for bf16 with fp32 accumulation
-        found = optimizer.get_grads_for_norm
-
-        def get_grads_for_norm(for_clipping: bool = False) -> Any:
-            if for_clipping:
-                return found(for_clipping)
-            grads, experts = found()
-            none = torch.zeros(1, device=optimizer.fp32_groups_flat_partition[0].device)
-            return grads or [none], experts
-
-        optimizer.get_grads_for_norm = get_grads_for_norm

@@ -1,7 +1,13 @@
 """Parameter groups: who decays, who stays fp32, who learns at another rate."""
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightnet_llm.checkpoint.native import EMA
 from lightnet_llm.config import ModelConfig
 from lightnet_llm.models import CausalLM
+from lightnet_llm.training import ema
 from lightnet_llm.training.optimizer import parameter_groups
 
 
@@ -26,3 +32,26 @@ def test_a_frozen_theta_is_in_no_group() -> None:
     model = CausalLM(config)
     trained = sum(len(group["params"]) for group in parameter_groups(model, 0.1, 1e-3))  # type: ignore[arg-type]
     assert trained == len(list(model.parameters())) - 1
+
+
+@pytest.mark.parametrize("skipped", [(), (0,), (2,), (0, 1, 4)], ids=str)
+def test_the_average_where_only_the_device_knows_what_was_skipped(skipped: tuple[int, ...]) -> None:
+    """As found_inf of a fused step says; it begins as the weights after the first step that was made."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5))]
+    optimizer = torch.optim.AdamW(weights, lr=0.1, fused=True)
+    ema.follow(optimizer, 0.8)
+    average: list[Tensor] = []
+    for step in range(6):
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer.found_inf = torch.tensor(float(step in skipped))  # type: ignore[attr-defined]
+        before = [weight.detach().clone() for weight in weights]
+        optimizer.step()
+        if step in skipped:
+            assert all(torch.equal(x, y) for x, y in zip(weights, before, strict=True))
+        else:
+            after = [weight.detach().double() for weight in weights]
+            average = [0.8 * a + 0.2 * w for a, w in zip(average, after, strict=True)] if average else after
+        for weight, wanted in zip(weights, average, strict=False):
+            torch.testing.assert_close(optimizer.state[weight][EMA].double(), wanted, rtol=1e-6, atol=1e-6)
