@@ -412,7 +412,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description="Every layout against one process.")
     parser.add_argument("--ranks", type=int, help="leave out layouts of more ranks")
-    parser.add_argument("--only", nargs="*", default=[], metavar="TEXT", help="layouts whose name has one of these")
+    parser.add_argument("--only", nargs="*", default=[], metavar="TEXT", help="layouts and faults whose name has one of these")
     parser.add_argument(
         "--random", type=int, default=0, metavar="N", help="so many drawn from all legal layouts instead"
     )
@@ -423,8 +423,9 @@ def main() -> int:
     gpu = torch.cuda.is_available()
     most = given.ranks or (torch.cuda.device_count() if gpu else 8)
 
-    def wanted(case: Case) -> bool:
-        return case.ranks <= most and (not given.only or any(text in case.name for text in given.only))
+    def wanted(case: Case, name: str = "") -> bool:
+        named = (text in case.name or text in name for text in given.only)
+        return case.ranks <= most and (not given.only or any(named))
 
     where = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, NCCL" if gpu else "CPU, gloo"
     ranks, began = Ranks(), time.perf_counter()
@@ -434,7 +435,7 @@ def main() -> int:
         matrix = Matrix(ranks, write_tiny(folder), folder)
         cases = drawn(matrix.config, given.random, given.seed, most) if given.random else CASES
         cases = list(filter(wanted, cases))
-        chosen = [] if given.random else [fault for fault, case in FAULTS.items() if wanted(case)]
+        chosen = [] if given.random else [fault for fault, case in FAULTS.items() if wanted(case, fault)]
         rows, faults = train_all(matrix, cases, chosen, given.jobs)
     left = len(cases) + len(chosen) - len(rows) - len(faults)
     misses = sum(not text.endswith("| ok |") for text in rows) + sum(not text.endswith("| seen |") for text in faults)
