@@ -21,6 +21,9 @@ _OWNED = {
     "torch_autocast": "train.precision",
     "zero_optimization.stage": "parallel.zero_stage",
 }
+# Stage 3 gathers and frees a block as a whole: a hook at each of its modules costs the host more than a card computes in it.
+GATHERED_TOGETHER = ("lightnet_llm.models.block.Block", "lightnet_llm.models.modulation.ModulatedBlock")
+PREFETCHED = 50_000_000  # elements that DeepSpeed gathers ahead of use
 NO_CLIP = 1e30  # large enough never to act; DeepSpeed computes the gradient norm only where it clips
 
 
@@ -61,6 +64,11 @@ def deepspeed_config(config: RunConfig, data_parallel: int, sequence_parallel: i
             "allgather_bucket_size": 50_000_000,
         },
     }
+    if effective_zero_stage(config) == 3:
+        derived["zero_optimization"] |= {
+            "leaf_module": {"classes": [*GATHERED_TOGETHER]},
+            "stage3_prefetch_bucket_size": max(PREFETCHED, _block_elements(config)),  # the next block, none of it late
+        }
     if config.parallel.tensor_sequence_parallel or config.model.head == "sequence_classifier":
         # DeepSpeed would cut what passes between stages over tensor-parallel ranks, as if all held the same, and always
         # of the first micro-batch's shape.
@@ -83,6 +91,15 @@ def deepspeed_config(config: RunConfig, data_parallel: int, sequence_parallel: i
         derived["bf16"] = {"enabled": True, "immediate_grad_update": True}
         derived["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merge(derived, config.deepspeed)
+
+
+def _block_elements(config: RunConfig) -> int:
+    """Of a block's products on one rank."""
+    model = config.model
+    features, ranks = model.heads * model.head_width, model.gate_rank
+    ranks += model.decay_rank if model.decay == "independent" else 0
+    split = model.width * (4 * features + 3 * model.glu_width) + ranks * features
+    return split // config.parallel.tensor + ranks * model.width
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

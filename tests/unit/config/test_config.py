@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from lightnet_llm.cli import main
 from lightnet_llm.config import RunConfig, dump_config, load_config, preset_names, validate
 from lightnet_llm.config.deepspeed import deepspeed_config
 from lightnet_llm.errors import UserError
+from lightnet_llm.models import build_model
+from lightnet_llm.parallel.stages import PartLayers
 
 SMALL = """
 model: {layers: 2, width: 32, heads: 2, glu_width: 64, vocab_size: 100}
@@ -118,6 +121,30 @@ def test_deepspeed_configuration(small: Path) -> None:
     assert derived["data_types"] == {"grad_accum_dtype": "fp32"}
     with pytest.raises(UserError, match=r"set optimizer.clip instead"):
         deepspeed_config(load_config(str(small), ["deepspeed.gradient_clipping=1"]), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "more"),
+    [
+        ("pile_2.9b", 1, []),
+        ("pile_2.9b", 2, ["model.decay=independent"]),
+        ("pile_379m", 1, []),
+        ("diffuse/xlarge", 1, []),
+        ("diffuse/xlarge", 1, ["model.conditioning=adaln_single"]),
+    ],
+)
+def test_stage_3_gathers_the_next_block_whole(name: str, tensor: int, more: list[str]) -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
+
+    config = load_config(name, ["model.layers=1", "parallel.zero_stage=3", f"parallel.tensor={tensor}", *more])
+    zero = deepspeed_config(config, 1)["zero_optimization"]
+    with torch.device("meta"):
+        model = build_model(config.model, PartLayers(tensor))
+    leaves = apply_zero_leaf_module_config(model, DeepSpeedZeroConfig(**zero).leaf_module)
+    assert leaves == [model.layers[0]]
+    sizes = [p.numel() for p in model.layers[0].parameters() if p.numel() > 100_000]  # smaller ones stay gathered
+    assert zero["stage3_prefetch_bucket_size"] > sum(sizes) - min(sizes)
 
 
 def test_batch_that_does_not_divide(small: Path) -> None:
