@@ -30,7 +30,8 @@ class Work:
         shared: whether they share the tokens outside their layers.
         element: bytes of an activation's element, 2 or 4.
         states: states of other sequence-parallel ranks that a layer keeps, 0 without sequence parallelism.
-        wide: bytes of the residual stream's element where it is another (4 under autocast), else 0.
+        wide: bytes of an element of the residual stream and of its norms where these are others than those of products (4
+            under autocast, which narrows what a product reads), else 0.
     """
 
     model: ModelConfig
@@ -79,8 +80,13 @@ class Work:
 
     @property
     def normed(self) -> int:
-        """Bytes of its norm as products take it."""
-        return self.own * self.model.width * self.element
+        """Bytes of its norm."""
+        return self.own * self.model.width * (self.wide or self.element)
+
+    @property
+    def entered(self) -> int:
+        """Bytes of the norm of all tokens, which products read."""
+        return self.tokens * self.model.width * (self.wide or self.element)
 
     @property
     def whole(self) -> int:
@@ -117,13 +123,13 @@ def block(work: Work) -> Kept:
     model, element, tokens, own = work.model, work.element, work.tokens, work.own
     inner = tokens * work.features * element
     kept = work.residual + 4 * own  # what the first norm reads, an inverse root a token
-    kept += work.normed + (work.whole if work.shared else 0)  # its result, gathered where tokens are shared
+    kept += work.normed + (work.entered if work.shared else 0)  # its result, gathered where tokens are shared
     kept += tokens * model.gate_rank * element + inner  # the gate's first product and the gate
     if model.decay == "independent":
         kept += tokens * model.decay_rank * element
     kept += inner + 4 * tokens * work.heads + inner  # the scan's output, inverse roots, gated and normed
     kept += work.residual + 4 * own  # the stream between the branches
-    kept += work.whole  # its norm, gathered where tokens are shared
+    kept += work.entered  # its norm, gathered where tokens are shared
     kept += 3 * tokens * work.glu * element
     if model.dropout:
         kept += 2 * own * model.width  # masks
@@ -181,7 +187,7 @@ def embedding(work: Work) -> Kept:
     chunks = work.rows * -(-work.length // BLOCK)
     # Decay, its complement and the gain, in the mirrored form two more; a state for each sequence and each tile.
     states = table * ((2 if mirrored else 1) * -(-chunks // TILE) + work.rows)
-    return Kept(kept + work.whole + table * (5 if mirrored else 3), states)
+    return Kept(kept + work.entered + table * (5 if mirrored else 3), states)
 
 
 def head(work: Work) -> Kept:
@@ -195,8 +201,11 @@ def loss(work: Work) -> int:
 
 
 def loss_peak(work: Work) -> int:
-    """What the loss holds at most, kept things included: its input and a chunk's logits as well."""
-    return loss(work) + work.whole + min(LOSS_CHUNK, work.tokens) * work.vocabulary * work.element
+    """What the loss holds at most, kept things included: its input and a chunk's logits as well, and under autocast copies
+    of input and weight that products read."""
+    narrow = work.whole + work.vocabulary * work.model.width * work.element if work.wide else 0
+    chunk = min(LOSS_CHUNK, work.tokens) * work.vocabulary * work.element
+    return loss(work) + work.entered + narrow + chunk
 
 
 def backward_peak(work: Work) -> int:
@@ -207,8 +216,8 @@ def backward_peak(work: Work) -> int:
     queries' quotients, and of every block's state one gradient.
     """
     kept = block(work)
-    unit = work.residual + work.whole + 2 * work.tokens * work.glu * work.element
-    freed = work.whole + 3 * work.tokens * work.glu * work.element
+    unit = work.residual + work.entered + 2 * work.tokens * work.glu * work.element
+    freed = work.entered + 3 * work.tokens * work.glu * work.element
     scan = work.residual + 5 * work.tokens * work.features * work.element + kept.states - freed
     if not work.fused and work.model.mixer == "lightnet":  # PyTorch's own backward pass, in float32
         scan += 4 * 4 * work.tokens * work.features

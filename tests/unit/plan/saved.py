@@ -98,9 +98,20 @@ def of_model(
     tensor: int = 1,
     shared: bool = False,
     every: int = 0,
+    autocast: bool = False,
 ) -> int:
-    """Bytes that a forward pass with loss keeps, parameters aside."""
-    with as_on_a_gpu():
+    """Bytes that a forward pass with loss keeps, parameters aside.
+
+    Args:
+        autocast: in bf16, and linear layers keep their weight itself, as DeepSpeed's stage 3 has them.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(as_on_a_gpu())
+        if autocast:
+            from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+            stack.enter_context(mock.patch.object(nn.functional, "linear", zero3_linear_wrap))
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
         model = CausalLM(config, SharingLayers(tensor) if shared else PartLayers(tensor)).train()
         for block in model.layers:
             block.recompute = every > 0 and block.index % every == 0

@@ -64,6 +64,17 @@ def test_recomputed_blocks(every: int) -> None:
     assert saved.of_model(config, 2, 100, BF16, every=every) == predicted(work, every)
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"lrpe": False}, {"dropout": 0.1}, {"norm": "layer"}, {"tie_embeddings": False}]
+)
+@pytest.mark.parametrize(("length", "tensor", "every"), [(300, 1, 0), (65, 2, 0), (129, 1, 2)])
+def test_stage_3_in_bf16(changes: dict[str, Any], length: int, tensor: int, every: int) -> None:
+    """The stream and its norms are fp32 there, and products keep their input as it comes."""
+    config = model(**changes)
+    work = Work(config, 2, length, tensor, wide=4)
+    assert saved.of_model(config, 2, length, FP32, tensor, every=every, autocast=True) == predicted(work, every)
+
+
 @pytest.mark.parametrize("changes", [{}, {"dropout": 0.1}])
 def test_shared_tokens(changes: dict[str, Any]) -> None:
     """One row, so that what is cut and gathered is the row."""
