@@ -67,7 +67,7 @@ def deepspeed_config(config: RunConfig, data_parallel: int, sequence_parallel: i
     if effective_zero_stage(config) == 3:
         derived["zero_optimization"] |= {
             "leaf_module": {"classes": [*GATHERED_TOGETHER]},
-            "stage3_prefetch_bucket_size": max(PREFETCHED, _block_elements(config)),  # the next block, none of it late
+            "stage3_prefetch_bucket_size": max(PREFETCHED, block_elements(config)),  # the next block, none of it late
         }
     if config.parallel.tensor_sequence_parallel or config.model.head == "sequence_classifier":
         # DeepSpeed would cut what passes between stages over tensor-parallel ranks, as if all held the same, and always
@@ -93,8 +93,8 @@ def deepspeed_config(config: RunConfig, data_parallel: int, sequence_parallel: i
     return _merge(derived, config.deepspeed)
 
 
-def _block_elements(config: RunConfig) -> int:
-    """Of a block's products on one rank."""
+def block_elements(config: RunConfig) -> int:
+    """Parameters of a block's products on one rank, which are all but some thousands."""
     model = config.model
     features, ranks = model.heads * model.head_width, model.gate_rank
     ranks += model.decay_rank if model.decay == "independent" else 0

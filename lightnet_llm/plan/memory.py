@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from ..config.deepspeed import deepspeed_config, effective_zero_stage
+from ..config.deepspeed import PREFETCHED, block_elements, deepspeed_config, effective_zero_stage
 from ..config.run import RunConfig
 from ..models import CausalLM, count_parameters
 from ..parallel import stages
@@ -27,7 +27,8 @@ from .hardware import Hardware
 CONCATENATED = (
     500_000_000  # elements up to which DeepSpeed's BF16 optimiser joins groups of gradients for one reduction
 )
-LIVE = 1_000_000_000  # parameters that ZeRO-3 keeps gathered, DeepSpeed's default
+# Of ZeRO-3: elements gathered at most before more are, and a distance to the next use within which they stay. DeepSpeed's.
+LIVE = REUSE = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,13 @@ class Part:
         self.in_flight = 2 if config.parallel.sequence_exchange_dtype == "bf16" else 4
         zero = deepspeed_config(config, 1)["zero_optimization"]
         self.bucket = int(zero.get("reduce_bucket_size", 500_000_000))
+        self.block_elements = block_elements(config)
+        self.ahead, self.live, self.reuse = (
+            int(zero.get(f"stage3_{name}", zero.get(name, usual)))
+            for name, usual in (
+                ("prefetch_bucket_size", PREFETCHED), ("max_live_parameters", LIVE), ("max_reuse_distance", REUSE),
+            )
+        )  # fmt: skip
         self.recomputes: dict[int, int] = {
             every: sum(every > 0 and index % every == 0 for index in self.blocks)
             for every in (0, 1, config.parallel.recompute_every)
@@ -172,7 +180,9 @@ class Part:
         vocabulary = work.vocabulary * self.model.width * work.element
         # Gradients in the parameters' dtype, until they join the sum: a block's, and the head's if the embedding has a part.
         narrow = self.whole_weights // max(1, len(self.blocks)) if self.bf16 and self.zero < 2 else 0
-        tied = vocabulary if self.last and self.bf16 and self.zero < 3 and self.model.tie_embeddings else 0
+        tied = vocabulary if self.last and self.bf16 and self.model.tie_embeddings else 0
+        if self.zero == 3:  # those of a block, in float32, are there until it is through; then copies of a bucket's
+            narrow, tied = 4 * self.block_elements + work.element * self.bucket, 4 // work.element * tied
         lasting = self._communication(work)
         # (place, kept, loss, passing, gradients beside the lasting ones, communication)
         places = [
@@ -204,8 +214,8 @@ class Part:
             total += 3 * work.residual
         if self.zero == 2 or (self.zero == 1 and not self.bf16):
             total += self.bucket * work.element
-        if self.zero == 3:  # parameters gathered in the dtype that is computed in, and the bucket of gradients
-            total += min(self.trained, LIVE) * work.element + self.bucket * work.element
+        if self.zero == 3:  # a bucket of gradients for each dtype that they are sent in
+            total += 4 * self.gathered() + self.bucket * (6 if self.bf16 else 4)
         return total
 
     def _reduction(self) -> int:
@@ -214,6 +224,16 @@ class Part:
             return 0
         joined = 4 * self.trained if self.trained <= CONCATENATED else 0
         return joined + 2 * self.trained
+
+    def gathered(self) -> int:
+        """Parameters that ZeRO-3 has whole when the forward pass ends; in float32, whatever they are sent and computed in.
+
+        A block stays until its backward pass where that is near, or where it was looked at to be fetched for it: fetching
+        ahead gets there long before the forward pass does, unless it meets its limit. What is outside of blocks stays.
+        """
+        blocks = len(self.blocks) * self.block_elements
+        near = min(blocks, -(-self.reuse // self.block_elements) * self.block_elements)
+        return max(self.trained - blocks + near, min(self.trained, self.live) if self.ahead else 0)
 
 
 class Parts:

@@ -56,6 +56,20 @@ def _weights(engine: Any) -> int:
     return _bytes(getattr(p, "ds_tensor", p.data) for p in engine.module.parameters())
 
 
+def _gathered(engine: Any, batches: Iterator[Any], config: Any) -> int:
+    """Elements that stage 3 has whole when a forward pass ends, after the steps in which it looks at the model."""
+    found, backward = [], engine.engine.backward
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        found.append(sum(p.ds_numel for p in engine.module.parameters() if p.ds_status.name != "NOT_AVAILABLE"))
+        return backward(*arguments, **options)
+
+    engine.engine.backward = counted
+    for step in (1, 2):
+        engine.train_step(batches, step, config.train.global_batch)
+    return found[-1]
+
+
 def _measure(config: Any) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -91,6 +105,8 @@ def _measure(config: Any) -> dict[str, Any]:
     engine.set_rate(1.0)
     engine.train_step(batches(), 0, config.train.global_batch)
     place = engine.groups.place
+    if engine.zero_stage == 3:
+        found |= {"gathered": _gathered(engine, batches(), config)}
     return {
         **found,
         "weights": _weights(engine),

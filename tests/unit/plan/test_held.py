@@ -15,6 +15,16 @@ from lightnet_llm.plan.traffic import traffic
 from tests.conftest import ROOT
 
 BF16 = "train.precision=bf16"
+
+
+def stage_3(ahead: int, live: int, reuse: int) -> list[str]:
+    """Limits of what is gathered; no parameter is small enough to stay so always."""
+    limits = {"prefetch_bucket_size": ahead, "max_live_parameters": live, "max_reuse_distance": reuse}
+    limits["param_persistence_threshold"] = 0
+    given = [f"deepspeed.zero_optimization.stage3_{name}={limit}" for name, limit in limits.items()]
+    return ["parallel.zero_stage=3", "model.layers=6", *given]
+
+
 CASES = [
     (1, ["parallel.zero_stage=0"]),
     (2, ["parallel.zero_stage=1"]),
@@ -22,6 +32,10 @@ CASES = [
     (2, [BF16]),
     (2, [BF16, "parallel.zero_stage=2"]),
     (3, [BF16, "parallel.zero_stage=3", "train.global_batch=6"]),
+    (2, stage_3(100_000, 10**9, 10**9)),
+    (2, stage_3(50_000, 10**9, 60_000)),
+    (2, stage_3(100_000, 200_000, 60_000)),
+    (2, stage_3(0, 10**9, 90_000)),
     (2, [BF16, "parallel.pipeline=2", "model.tie_embeddings=false"]),
     (4, [BF16, "parallel.pipeline=2", "parallel.tensor=2"]),
     (4, [BF16, "parallel.tensor=2", "parallel.sequence=2", "parallel.tensor_sequence_parallel=true"]),
@@ -61,6 +75,9 @@ def test_every_rank_holds_what_the_planner_says(tiny: Path) -> None:
             part = parts[held["stage"]]
             # ZeRO-3 cuts each of some 40 parameters by itself and rounds up; the others round two groups up to 2 x ranks.
             slack = 12 * 40 if part.zero == 3 else 12 * 2 * 2 * part.ranks if part.ranks == 3 else 0
+            if part.zero == 3:  # limits are passed by a parameter at most
+                more, largest = held["gathered"] - part.gathered(), config.model.width * 256
+                assert -100 * part.model.layers <= more <= largest, f"{overrides}: {more:+} parameters gathered"
             for kind in KINDS:
                 more = held[kind] - getattr(part, kind)
                 assert 0 <= more <= slack, f"{overrides} on {world} ranks, stage {held['stage']}: {kind} {more:+} bytes"
