@@ -2,6 +2,7 @@
 
 from .decode import DecodeState, decode_state, decode_step, scan_state, toeplitz_step
 from .linear_cross_entropy import linear_cross_entropy
+from .modulation import gated_add, gated_add_norm, modulate, modulated_norm
 from .norms import add_norm, gated_norm, norm
 from .recorded import recordable, recorded
 from .scan import ScanExchange, additive_scan, backends
@@ -27,11 +28,15 @@ __all__ = [
     "backends",
     "decode_state",
     "decode_step",
+    "gated_add",
+    "gated_add_norm",
     "gated_norm",
     "identity_state",
     "linear_cross_entropy",
     "merge_states",
     "merge_toeplitz_states",
+    "modulate",
+    "modulated_norm",
     "norm",
     "recordable",
     "recorded",

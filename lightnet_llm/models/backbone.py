@@ -10,7 +10,6 @@ from .block import Block
 from .context import ForwardContext
 from .dropout import dropout
 from .layers import PlainLayers
-from .modulation import ModulatedBlock
 from .norms import Norm
 from .parameters import ParameterSpec, constant, declare, normal
 from .tpe import ToeplitzEncoding
@@ -28,8 +27,7 @@ class Backbone(nn.Module):
         self.config, self.layers_set = config, layers
         self.embedding = embedding
         self.tpe = ToeplitzEncoding(config) if config.tpe else None
-        block = Block if config.conditioning == "tokens" else ModulatedBlock
-        self.layers = nn.ModuleList([block(config, layers, index) for index in range(config.layers)])
+        self.layers = nn.ModuleList([Block(config, layers, index) for index in range(config.layers)])
         self.norm = Norm(config.norm, config.width, config.norm_eps)
 
     def image_tokens(self, tokens: Tensor, grid: tuple[int, int], context: ForwardContext, prefix: int = 0) -> Tensor:

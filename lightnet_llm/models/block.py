@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lightnet_kernels import swiglu
+from lightnet_kernels import gated_add, swiglu
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,6 +14,7 @@ from .attention import LightNetAttention
 from .context import ForwardContext
 from .dropout import drop_path, dropout
 from .layers import PlainLayers
+from .modulation import modulation_table
 from .norms import Norm, ResidualNorm
 from .recorded import replayed
 
@@ -36,7 +37,8 @@ class GatedLinearUnit(nn.Module):
 
 
 class Block(nn.Module):
-    """h = x + LNA(norm(x)); out = h + GLU(norm(h))."""
+    """h = x + LNA(norm(x)); out = h + GLU(norm(h)). With ``conditioning: adaln_single`` shifted, scaled and gated by
+    ``context.modulation`` plus the block's table (see `modulation`)."""
 
     def __init__(self, config: ModelConfig, layers: PlainLayers, index: int):
         super().__init__()
@@ -49,6 +51,7 @@ class Block(nn.Module):
         self.attention = LightNetAttention(config, layers)
         self.glu_norm = ResidualNorm(config.norm, config.width, config.norm_eps)
         self.glu = GatedLinearUnit(config, layers)
+        self.table = modulation_table(6, config.width) if config.conditioning == "adaln_single" else None
 
     def forward(
         self, x: Tensor, context: ForwardContext, state: Any = None, return_state: bool = False
@@ -71,11 +74,14 @@ class Block(nn.Module):
 
     def _whole(self, x: Tensor, context: ForwardContext, again: bool) -> Tensor | None:
         def run(x: Tensor, *others: Any) -> Tensor:
-            return self._run(x, replace(context, cu_seqlens=others[-1]), None, False)[0]
+            given = replace(context, modulation=others[0] if modulated else None, cu_seqlens=others[-1])
+            return self._run(x, given, None, False)[0]
 
+        modulated = context.modulation is not None
+        inputs = [x] if context.modulation is None else [x, context.modulation]
         others = [y for y in (context.coordinates, context.key_mask) if y is not None]
         key = (self.key, context.coordinates is None, context.key_mask is None)
-        return replayed(run, [self], [x], others, [context.cu_seqlens], key, again)
+        return replayed(run, [self], inputs, others, [context.cu_seqlens], key, again)
 
     def _run(
         self,
@@ -88,13 +94,14 @@ class Block(nn.Module):
         place, attention = 2 * self.index + 1, self.attention  # place 0 is the embedding
         parts = context.exchange is not None and self._repeats(context)
 
-        def start(x: Tensor) -> tuple[Tensor, Tensor]:
-            x = self.attention_norm(x)
+        def start(x: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.attention_norm(x, *vectors)
             return x, attention.project(x)
 
-        def end(x: Tensor, out: Tensor, gate: Tensor) -> Tensor:
-            x, inside = self.glu_norm(x, self._dropped(attention.finish(out, gate), context, place))
-            return x + self._dropped(self.glu(inside), context, place + 1)
+        def end(x: Tensor, out: Tensor, gate: Tensor, *vectors: Tensor) -> Tensor:
+            x, inside = self.glu_norm(x, self._dropped(attention.finish(out, gate), context, place), *vectors[:3])
+            branch = self._dropped(self.glu(inside), context, place + 1)
+            return gated_add(x, branch, vectors[3]) if vectors else x + branch
 
         def part(run: Any, modules: list[nn.Module], *inputs: Tensor) -> Any:
             name = (self.key, run.__name__)
@@ -105,10 +112,20 @@ class Block(nn.Module):
             found: Tensor = part(attention.gate, [attention.gate_down, attention.gate_up], x)
             return found
 
-        normed, projected = part(start, [self.attention_norm, attention.qkv], x)
+        vectors = self._vectors(context)
+        normed, projected = part(start, [self.attention_norm, attention.qkv], x, *vectors[:2])
         out, gated, after = attention.mix(normed, projected, gate, context, state, return_state)
         del normed, projected  # not held through the rest where no gradient needs them
-        return part(end, [attention.norm, attention.output, self.glu_norm, self.glu], x, out, gated), after
+        modules = [attention.norm, attention.output, self.glu_norm, self.glu]
+        return part(end, modules, x, out, gated, *vectors[2:]), after
+
+    def _vectors(self, context: ForwardContext) -> tuple[Tensor, ...]:
+        """Shift and scale of the attention's norm, gate of the attention, shift, scale and gate of the GLU, [B, width] each."""
+        if self.table is None:
+            return ()
+        assert context.modulation is not None
+        found: tuple[Tensor, ...] = (context.modulation + self.table).unbind(1)
+        return found
 
     def _dropped(self, branch: Tensor, context: ForwardContext, place: int) -> Tensor:
         branch = dropout(branch, self.dropout, context.dropout, place)

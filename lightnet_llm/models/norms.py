@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from lightnet_kernels import add_norm, gated_norm, norm
+from lightnet_kernels import add_norm, gated_add_norm, gated_norm, modulated_norm, norm
 from torch import Tensor, nn
 
 from .parameters import ParameterSpec, constant, declare
@@ -37,17 +37,29 @@ class NormWeights(nn.Module):
 class Norm(NormWeights):
     """Normalises the last dimension; statistics are fp32."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[.., width] to the same shape and dtype."""
-        return norm(x, self.weight, self.bias, kind=self.kind, eps=self.eps)
+    def forward(self, x: Tensor, shift: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+        """[.., width] to the same shape and dtype; with shift and scale [B, width] of each sample's tokens modulated."""
+        if shift is None or scale is None:
+            return norm(x, self.weight, self.bias, kind=self.kind, eps=self.eps)
+        return modulated_norm(x, shift, scale, self.weight, self.bias, kind=self.kind, eps=self.eps)
 
 
 class ResidualNorm(NormWeights):
     """Adds to the residual stream and normalises the sum."""
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """x, residual [.., width] to (x + residual, its norm)."""
-        return add_norm(x, residual, self.weight, self.bias, kind=self.kind, eps=self.eps)
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        gate: Tensor | None = None,
+        shift: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual [.., width] to (x + residual, its norm); with all of gate, shift and scale [B, width] of each
+        sample's tokens the residual is gated and the norm modulated."""
+        if gate is None or shift is None or scale is None:
+            return add_norm(x, residual, self.weight, self.bias, kind=self.kind, eps=self.eps)
+        return gated_add_norm(x, residual, gate, shift, scale, self.weight, self.bias, kind=self.kind, eps=self.eps)
 
 
 class GatedNorm(NormWeights):

@@ -257,9 +257,17 @@ def test_replays_give_the_same_bits(call):
 
 
 @inside
-@pytest.mark.parametrize(("causal", "again"), [(True, False), (False, True)])
-def test_blocks_are_recorded_whole(causal, again, monkeypatch):
-    """Two blocks of other weights, batches of other packings: one recording, and the bits of their modules."""
+@pytest.mark.parametrize(
+    ("causal", "again", "modulated", "dtype"),
+    [
+        (True, False, False, torch.bfloat16),
+        (False, True, False, torch.bfloat16),
+        (False, False, True, torch.bfloat16),
+        (False, True, True, torch.float32),
+    ],
+)
+def test_blocks_are_recorded_whole(causal, again, modulated, dtype, monkeypatch):
+    """Two blocks of other weights, batches of other packings or conditions: one recording, and the bits of their modules."""
     from lightnet_llm.config.model import ModelConfig
     from lightnet_llm.models import recorded as module
     from lightnet_llm.models.block import Block
@@ -272,22 +280,31 @@ def test_blocks_are_recorded_whole(causal, again, monkeypatch):
     for name in ("scan", "companions"):
         part = sys.modules[f"lightnet_kernels.{name}"]
         choose = getattr(part, "choose_backend" if name == "scan" else "choose_triton")
-        for user in ("scan", "norms", "swiglu"):
+        for user in ("scan", "norms", "swiglu", "modulation"):
             user = sys.modules[f"lightnet_kernels.{user}"]
             if getattr(user, choose.__name__, None) is choose:
                 at = 0 if name == "scan" else 1
                 by = lambda *a, choose=choose, at=at, **k: choose(*a[:at], "triton", *a[at + 1 :], **k)  # noqa: E731
                 monkeypatch.setattr(user, choose.__name__, by)
-    config = ModelConfig(layers=2, width=32, heads=1, glu_width=40, vocab_size=9, causal=causal, norm="layer")
-    blocks = [Block(config, PlainLayers(), index).bfloat16() for index in range(2)]
+    fields = {"layers": 2, "width": 32, "heads": 1, "glu_width": 40, "causal": causal, "norm": "layer"}
+    if modulated:
+        image = {"size": [4, 4], "patch": 2, "channels": 3, "classes": 5}
+        fields |= {"head": "denoiser", "conditioning": "adaln_single", "axes": 2, "image": image, "tpe_init_length": 4}
+    config = ModelConfig.model_validate({**fields, "vocab_size": 0 if modulated else 9})
+    blocks = [Block(config, PlainLayers(), index).to(dtype) for index in range(2)]
     for number, block in enumerate(blocks):
         block.recompute = again
         for parameter, values in zip(block.parameters(), draw(number, *[x.shape for x in block.parameters()])):  # noqa: B905
-            parameter.data = (0.2 * values).to(torch.float32 if spec_of(parameter).keep_fp32 else torch.bfloat16)
+            parameter.data = (0.2 * values).to(torch.float32 if spec_of(parameter).keep_fp32 else dtype)
+    shape = (2, 6, 32) if modulated else (1, 70, 32)
+    places = torch.cartesian_prod(torch.arange(2), torch.arange(3)) + 1
 
     def both(seed, bounds):
-        context = ForwardContext(cu_seqlens=None if bounds is None else torch.tensor(bounds))
-        x, grad = draw(seed, (1, 70, 32), (1, 70, 32), dtype=torch.bfloat16)
+        x, grad, shared = draw(seed, shape, shape, (2, 6, 32), dtype=dtype)
+        shared = [shared.requires_grad_()] if modulated else []
+        condition = shared[0] * 0.5 if modulated else None  # made of what comes before the blocks
+        bounds = None if bounds is None else torch.tensor(bounds)
+        context = ForwardContext(bounds, coordinates=places if modulated else None, modulation=condition)
         results = []
         for record in (False, True):
             monkeypatch.setattr(module, "recordable", lambda x, decided=None, record=record: record)
@@ -295,8 +312,9 @@ def test_blocks_are_recorded_whole(causal, again, monkeypatch):
             output = leaf
             for block in blocks:
                 output, _ = block(output, context)
-            leaves = [leaf, *(x for block in blocks for x in block.parameters())]
-            results.append([output, *torch.autograd.grad(output, leaves, grad)])
+            leaves = [leaf, *shared, *(x for block in blocks for x in block.parameters())]
+            results.append([output, *torch.autograd.grad(output, leaves, grad, retain_graph=True)])
+            assert all(x.any() for x in results[-1])
         return results
 
     packings = [[0, 70], [0, 30, 70], [0, 1, 1, 69, 70]] if causal else [None] * 3
@@ -304,4 +322,5 @@ def test_blocks_are_recorded_whole(causal, again, monkeypatch):
         wanted, got = both(seed, bounds)
         assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
     assert [type(x) for x in found._recordings.values()] == [found._Pair]
-    assert found._recordings.popitem()[1].forward.source.count(", None, (v") == 4  # companions' kernels among the steps
+    kernels = found._recordings.popitem()[1].forward.source.count(", None, (v")
+    assert kernels == (5 if modulated else 4)  # companions' among the steps

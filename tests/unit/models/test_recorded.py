@@ -4,6 +4,7 @@ Whole blocks need the kernels: see tests/unit/kernels/test_kernels_replay.py and
 """
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,9 +45,12 @@ def run(blocks, context, seed):
     generator = torch.Generator().manual_seed(seed)
     x, grad = (torch.randn(1, 9, blocks[0].glu.gate.in_features, generator=generator) for _ in range(2))
     output = leaf = x.requires_grad_()
+    leaves = [leaf, *(x for block in blocks for x in block.parameters() if x.requires_grad)]
+    if blocks[0].table is not None:  # three samples of three tokens
+        leaves.append(torch.randn(3, 6, x.shape[-1], generator=generator).requires_grad_())
+        context = replace(context, modulation=leaves[-1].tanh())
     for block in blocks:
         output, _ = block(output, context)
-    leaves = [leaf, *(x for block in blocks for x in block.parameters() if x.requires_grad)]
     return [output, *torch.autograd.grad(output, leaves, grad, allow_unused=True)]
 
 
@@ -58,8 +62,9 @@ def same(one, two, exact):
 
 @pytest.mark.parametrize("exchange", [False, True], ids=["whole", "around an exchange"])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
-def test_outputs_and_gradients(exchange, again, recordings, monkeypatch):
-    config = tiny_model_config()
+@pytest.mark.parametrize("conditioning", ["tokens", "adaln_single"])
+def test_outputs_and_gradients(conditioning, exchange, again, recordings, monkeypatch):
+    config = tiny_model_config().model_copy(update={"conditioning": conditioning})
     torch.manual_seed(0)
     blocks = [Block(config, PlainLayers(), index) for index in range(2)]
     for block in blocks:
