@@ -37,7 +37,7 @@ class LRPE(nn.Module):
         theta = nn.Parameter(torch.empty(local), requires_grad=config.lrpe_learnable)
         spec = ParameterSpec(
             (config.heads, config.head_width),
-            lambda generator, shape: frequency_ladder(config),
+            lambda generator, full: full.copy_(frequency_ladder(config)),
             partition_dim=0,
             decay=False,
             keep_fp32=True,

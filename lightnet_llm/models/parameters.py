@@ -7,14 +7,19 @@ under every layout. Padded rows or columns (vocabulary, GLU width) are zero.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-Initializer = Callable[[torch.Generator, tuple[int, ...]], Tensor]
+Initializer = Callable[[torch.Generator, Tensor], Tensor]
+WORTH_A_THREAD = 1_000_000  # values to draw
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class ParameterSpec:
 
     Attributes:
         shape: full shape without padding, over all tensor-parallel ranks.
-        init: draws the full fp32 value on the CPU.
+        fill: draws the full value into an fp32 tensor on the CPU, and returns that.
         partition_dim: dimension that tensor parallelism splits, or None when every rank holds all of it.
         decay: whether weight decay applies.
         keep_fp32: whether the parameter stays fp32 in a bf16 run (theta, TPE's decay rates).
@@ -33,12 +38,16 @@ class ParameterSpec:
     """
 
     shape: tuple[int, ...]
-    init: Initializer
+    fill: Initializer
     partition_dim: int | None = None
     decay: bool = True
     keep_fp32: bool = False
     rate: float = 1.0
     per_token: bool = False
+
+    def init(self, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+        """An initial value, fp32 on the CPU."""
+        return self.fill(generator, torch.empty(shape, dtype=torch.float32))
 
 
 def declare(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
@@ -56,12 +65,12 @@ def spec_of(parameter: Tensor) -> ParameterSpec:
 
 def normal(std: float) -> Initializer:
     """Normal with the given standard deviation."""
-    return lambda generator, shape: torch.empty(shape).normal_(0.0, std, generator=generator)
+    return lambda generator, full: full.normal_(0.0, std, generator=generator)
 
 
 def constant(value: float) -> Initializer:
     """The same value everywhere."""
-    return lambda generator, shape: torch.full(shape, value)
+    return lambda generator, full: full.fill_(value)
 
 
 def shard(full: Tensor, spec: ParameterSpec, local_shape: tuple[int, ...], rank: int) -> Tensor:
@@ -91,13 +100,84 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
+class Undrawn(TorchFunctionMode):
+    """Modules built inside keep the memory of their parameters as it comes: :func:`initialize` sets them all.
+
+    PyTorch's own layers would draw every weight first, for as long as that takes again.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+class _Scratch(threading.local):
+    """fp32 memory on the CPU to draw into, of each thread: fresh pages for every parameter cost as much as the drawing."""
+
+    memory: Tensor | None = None
+
+    def of(self, shape: tuple[int, ...]) -> Tensor:
+        size = torch.Size(shape).numel()
+        if self.memory is None or self.memory.numel() < size:
+            self.memory = torch.empty(size, dtype=torch.float32, device="cpu")
+        return self.memory[:size].view(shape)
+
+
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int, tensor_rank: int = 0) -> None:
-    """Set every parameter of ``model`` from (seed, its name), whatever the layout."""
-    for name, parameter in model.named_parameters():
-        spec = spec_of(parameter)
-        full = spec.init(_generator(seed, name), spec.shape)
-        parameter.copy_(shard(full, spec, tuple(parameter.shape), tensor_rank))
+def initialize(
+    model: nn.Module,
+    seed: int,
+    tensor_rank: int = 0,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    threads: int = 1,
+) -> None:
+    """Set every parameter of ``model`` from (seed, its name), whatever the layout.
+
+    Args:
+        device: where the parameters are to lie, None to leave them where they are.
+        dtype: what they are to be, but for those that stay fp32; None for what they are.
+        threads: that may draw at the same time, which changes no value.
+    """
+    # The longest first, so that threads end together.
+    named = sorted(model.named_parameters(), key=lambda item: item[1].numel(), reverse=True)
+    threads = min(threads, 1 + sum(parameter.numel() for _, parameter in named) // WORTH_A_THREAD)
+    draw = partial(_draw, _Scratch(), seed, tensor_rank, device, dtype)
+    if threads == 1:
+        for name, parameter in named:
+            draw(name, parameter)
+        return
+    # A thread begins at the first GPU, where this process has no business.
+    begin = partial(torch.cuda.set_device, device) if device is not None and device.type == "cuda" else None
+    with ThreadPoolExecutor(threads, "initial values", begin) as pool:
+        for done in [pool.submit(draw, name, parameter) for name, parameter in named]:
+            done.result()
+
+
+@torch.no_grad()  # which holds in one thread alone
+def _draw(
+    scratch: _Scratch,
+    seed: int,
+    tensor_rank: int,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+    name: str,
+    parameter: nn.Parameter,
+) -> None:
+    spec, device = spec_of(parameter), device or parameter.device
+    dtype = parameter.dtype if dtype is None or spec.keep_fp32 else dtype
+    stays = parameter.device == device and parameter.dtype == dtype
+    plain = device.type == "cpu" and dtype == torch.float32 and parameter.is_contiguous()
+    if stays and plain and parameter.shape == spec.shape:
+        spec.fill(_generator(seed, name), parameter)
+        return
+    full = spec.fill(_generator(seed, name), scratch.of(spec.shape))
+    part = shard(full, spec, tuple(parameter.shape), tensor_rank)
+    if stays:
+        parameter.copy_(part)
+    else:
+        parameter.data = part.to(device, dtype, copy=True)  # the memory that it had is given back untouched
 
 
 def count_parameters(model: nn.Module) -> int:

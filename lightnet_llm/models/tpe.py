@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from ..config.model import ModelConfig
 from .context import ForwardContext
-from .parameters import ParameterSpec, declare
+from .parameters import Initializer, ParameterSpec, declare, normal
 
 
-def _draw_raw(length: int) -> Any:
+def _draw_raw(length: int) -> Initializer:
     """sigmoid(raw) = exp(-1 / tau) with tau log-uniform from 1 to the axis length."""
 
-    def draw(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-        tau = torch.exp(torch.rand(shape, generator=generator, dtype=torch.float64) * math.log(length))
+    def draw(generator: torch.Generator, full: Tensor) -> Tensor:
+        tau = torch.exp(torch.rand(full.shape, generator=generator, dtype=torch.float64) * math.log(length))
         decay = torch.exp(-1.0 / tau)
-        return torch.log(decay / (1.0 - decay)).float()
+        return full.copy_(torch.log(decay / (1.0 - decay)))
 
     return draw
 
@@ -38,12 +38,7 @@ class ToeplitzEncoding(nn.Module):
         shape = (config.axes, config.width, config.tpe_rank)
         std = 0.1 / math.sqrt(config.tpe_rank * config.axes)
         raw = ParameterSpec(shape, _draw_raw(config.tpe_init_length), decay=False, keep_fp32=True)
-        beta = ParameterSpec(
-            shape,
-            lambda generator, size: torch.empty(size).normal_(0.0, std, generator=generator),
-            decay=False,
-            keep_fp32=True,
-        )
+        beta = ParameterSpec(shape, normal(std), decay=False, keep_fp32=True)
         self.raw = declare(nn.Parameter(torch.empty(shape)), raw)
         self.beta = declare(nn.Parameter(torch.empty(shape)), beta)
         mirrored = config.tpe_bidirectional

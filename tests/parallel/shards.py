@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.initial_values import drawn, part
+
 SEEN = "shards asserted"  # what a rank prints when all of it held
 
 
@@ -23,6 +25,7 @@ def check_shards() -> None:
         engine = build(*arguments, **options)
         _groups(engine)
         parameters = _parameters(engine)
+        _initial_values(engine)
         _optimizer_states(engine, parameters)
         _activations(engine)
         return engine
@@ -82,6 +85,22 @@ def _parameters(engine: Any) -> dict[str, int]:
     tied = config.model.tie_embeddings and engine.config.parallel.pipeline > 1
     assert twice == ({"embedding.weight"} if tied else set()), twice
     return sizes
+
+
+def _initial_values(engine: Any) -> None:
+    """The same bits in every layout."""
+    from lightnet_llm.models.parameters import spec_of
+
+    config, tensor_rank = engine.config, engine.groups.place["tensor"]
+    for name, parameter in engine.module.named_parameters():
+        full = drawn(config.model, config.train.seed, name, spec_of(parameter).shape)
+        wanted = part(full, tuple(getattr(parameter, "ds_shape", parameter.shape)), tensor_rank)
+        found = parameter.detach().cpu()
+        if hasattr(parameter, "ds_tensor"):
+            found, first = parameter.ds_tensor.detach().cpu(), dist.get_rank(parameter.ds_process_group)
+            wanted = wanted.flatten()[first * found.numel() :][: found.numel()]
+            found = found[: wanted.numel()]
+        assert torch.equal(found, wanted.to(found.dtype)), f"{name} began with other values"
 
 
 def _optimizer_states(engine: Any, sizes: dict[str, int]) -> None:
