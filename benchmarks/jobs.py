@@ -12,7 +12,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,7 +25,37 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torch", "deepspeed", "lightnet_llm.training.engine", "lightnet_kernels.scan"])
 
 
-def run_job(job: Callable[[Any], Any], request: Any, cards: list[int], seconds: float) -> dict[str, Any]:
+def side_by_side(sizes: dict[str, int], run: Callable[[str, list[int]], object]) -> None:
+    """Call ``run(name, cards)`` for every name, the smallest first, as many at a time as there are cards for.
+
+    Args:
+        sizes: how many cards each takes; without GPUs one runs at a time.
+    """
+    import torch
+
+    have = torch.cuda.device_count()
+    free: SimpleQueue[int] = SimpleQueue()
+    for card in range(have):
+        free.put(card)
+    taking = Lock()  # a job takes all of its cards before another takes any: nobody waits for half
+
+    def one(name: str) -> None:
+        if not have:
+            run(name, list(range(sizes[name])))
+            return
+        with taking:
+            cards = [free.get() for _ in range(sizes[name])]
+        run(name, cards)
+        for card in cards:
+            free.put(card)
+
+    with ThreadPoolExecutor(max(1, have)) as pool:
+        list(pool.map(one, sorted(sizes, key=lambda name: sizes[name])))
+
+
+def run_job(
+    job: Callable[[Any], Any], request: Any, cards: list[int], seconds: float, **environment: str
+) -> dict[str, Any]:
     """Call ``job(request)`` on one rank per card; rank 0's answer, or {"failed": why}.
 
     ``cards`` are those of CUDA_VISIBLE_DEVICES where that is set; without GPUs only their number counts.
@@ -37,7 +70,7 @@ def run_job(job: Callable[[Any], Any], request: Any, cards: list[int], seconds: 
     chosen = [visible.split(",")[card] for card in cards] if visible else [str(card) for card in cards]
     where = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(cards)),
-        "CUDA_VISIBLE_DEVICES": ",".join(chosen),
+        "CUDA_VISIBLE_DEVICES": ",".join(chosen), **environment,
     }  # fmt: skip
     count = int(os.environ.get("OMP_NUM_THREADS", threads(len(cards), has_gpus())))
     with tempfile.TemporaryDirectory() as folder:

@@ -24,14 +24,12 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Lock
 from typing import Any
 
-from jobs import run_job  # benchmarks/jobs.py, beside this file
+from jobs import run_job, side_by_side  # benchmarks/jobs.py, beside this file
 from sequence_parallel import text
 
 WARM, STEPS, SECONDS = 6, 8, 110
@@ -179,20 +177,13 @@ def run(arguments: argparse.Namespace, cases: dict[str, Case]) -> int:
     gpu = arguments.gpu
     before = json.loads(arguments.against.read_text())["cases"] if arguments.against else {}
     kept: dict[str, Any] = {}
-    free: SimpleQueue[int] = SimpleQueue()
-    for card in range(max(1, have)):
-        free.put(card)
-    taking, writing = Lock(), Lock()  # a case takes all of its cards before another takes any: nobody waits for half
+    writing = Lock()
     possible = {name: case for name, case in cases.items() if case.ranks <= have or (not have and arguments.smoke)}
     began = time.time()
 
-    def one(name: str) -> None:
+    def one(name: str, cards: list[int]) -> None:
         case = cases[name]
-        with taking:
-            cards = [free.get() for _ in range(case.ranks if have else 1)]
-        measured = measure(case, cards if have else list(range(case.ranks)))
-        for card in cards:
-            free.put(card)
+        measured = measure(case, cards)
         with writing:
             kept[name] = {
                 "case": vars(case) | {"more": list(case.more)},
@@ -205,8 +196,7 @@ def run(arguments: argparse.Namespace, cases: dict[str, Case]) -> int:
             _write(arguments, {"cases": kept, "seconds": round(time.time() - began, 1), "left_out": left})
 
     print(HEAD, flush=True)
-    with ThreadPoolExecutor(max(1, have)) as pool:
-        list(pool.map(one, sorted(possible, key=lambda name: possible[name].ranks)))
+    side_by_side({name: case.ranks for name, case in possible.items()}, one)
     return int(any("failed" in row["measured"] for row in kept.values()))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import weakref
 from typing import Any
 
@@ -145,6 +147,23 @@ def check_exchange(name: str, exchange: Any, method: str) -> None:
         )
 
 
-def check_backend(name: str, backend: str, known: tuple[str, ...]) -> None:
+@torch.compiler.assume_constant_result
+def only_torch() -> bool:
+    """Whether the environment has LIGHTNET_KERNELS=torch: "auto" is then PyTorch everywhere, as for finding out whether a
+    kernel is at fault."""
+    return _only_torch()
+
+
+@functools.cache
+def _only_torch() -> bool:
+    value = os.environ.get("LIGHTNET_KERNELS", "auto")
+    if value not in ("auto", "torch"):
+        raise ValueError(f"LIGHTNET_KERNELS is {value!r} in the environment; set auto or torch, or unset it")
+    return value == "torch"
+
+
+def check_backend(name: str, backend: str, known: tuple[str, ...]) -> str:
+    """The backend that is meant, "auto" still where the inputs decide."""
     if backend not in known:
         raise ValueError(f"{name}: unknown backend {backend!r}; choose one of {', '.join(known)}")
+    return "torch" if backend == "auto" and only_torch() else backend

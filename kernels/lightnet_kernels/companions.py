@@ -45,7 +45,7 @@ def choose_triton(name: str, backend: str, module: str, *tensors: Tensor | None,
     Raises:
         ValueError: unknown backend, or "triton" where it cannot serve.
     """
-    check_backend(name, backend, ("auto", "torch", "triton"))
+    backend = check_backend(name, backend, ("auto", "torch", "triton"))
     given = [x for x in tensors if x is not None]
     if backend == "torch" or (backend == "auto" and given[0].device.type != "cuda"):
         return False

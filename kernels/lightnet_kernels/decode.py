@@ -8,10 +8,6 @@ at every token drifts. It is faster, too: a state is read at every token, but wr
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_backend
+from .companions import kernels
 from .lrpe import double, move_origin, rotation
 from .state import ScanState, ToeplitzState, scale_between
 
@@ -150,9 +147,7 @@ def decode_step(
     _check_step(state, query, key, value, activation)
     silu = activation == "silu"
     if _choose_backend("decode_step", backend, query, float64=state.kv.dtype == torch.float64) == "triton":
-        triton = _triton()
-        assert triton is not None
-        output: Tensor = triton.decode_step(state, query, key, value, silu)
+        output: Tensor = kernels("triton_decode").decode_step(state, query, key, value, silu)
         return output
     return _decode_step(state, query, key, value, silu)
 
@@ -198,31 +193,18 @@ def toeplitz_step(state: ToeplitzState, x: Tensor, decay: Tensor, gain: Tensor, 
             "toeplitz_step: state.hidden is not contiguous; it is changed in place, so make it so once before"
         )
     if _choose_backend("toeplitz_step", backend, x, float64=state.hidden.dtype == torch.float64) == "triton":
-        triton = _triton()
-        assert triton is not None
-        y: Tensor = triton.toeplitz_step(state, x, decay, gain)
+        y: Tensor = kernels("triton_decode").toeplitz_step(state, x, decay, gain)
         return y
     state.hidden.mul_(decay).add_(x.unsqueeze(-1))
     state.length.add_(1)
     return torch.einsum("bde,de->bd", state.hidden, gain.to(state.hidden.dtype)).to(x.dtype)
 
 
-@functools.cache
-def _triton() -> ModuleType | None:
-    """The Triton kernels, imported on first use: Triton is not a core dependency."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    try:
-        return importlib.import_module(".triton_decode", __package__)
-    except (ImportError, AttributeError):  # a Triton that this code does not know
-        return None
-
-
 def _choose_backend(name: str, backend: str, x: Tensor, float64: bool) -> str:
-    check_backend(name, backend, ("auto", "torch", "triton"))
+    backend = check_backend(name, backend, ("auto", "torch", "triton"))
     if backend == "torch" or (backend == "auto" and x.device.type != "cuda"):
         return "torch"
-    triton = _triton()
+    triton = kernels("triton_decode")
     if triton is None:
         reason: Any = "machines without triton 3.6"
     else:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from .checks import only_torch
 from .companions import kernels, on_device
 from .operators import FULL, PLAIN, SIMPLE
 from .recording import Recording, Slot, Tape, on_tape, roots
@@ -134,7 +135,7 @@ def recordable(x: Tensor, decided: dict[Any, Any] | None = None) -> bool:
     if torch.compiler.is_compiling() or x.device.type != GPU or type(x) not in PLAIN:
         return False
     hooks = decided is None and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    return kernels("triton_norms") is not None and not (hooks or _busy())
+    return not (only_torch() or hooks or _busy()) and kernels("triton_norms") is not None
 
 
 def recorded(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +16,7 @@ from .checks import (
     check_scan_arguments,
     check_state_tensors,
 )
+from .companions import kernels
 from .state import ScanState, identity_state, merge_states
 
 
@@ -53,15 +52,11 @@ def _has_triton() -> bool:
 @functools.cache
 def _import_triton() -> bool:
     """On first use: Triton is not a core dependency."""
-    if importlib.util.find_spec("triton") is None:
+    module, ops, bidirectional = map(kernels, ("triton_scan", "triton_ops", "triton_bidirectional_scan"))
+    if module is None or ops is None or bidirectional is None:
         return False
-    try:
-        module: Any = importlib.import_module(".triton_scan", __package__)
-        module.ops = importlib.import_module(".triton_ops", __package__)
-        module.bidirectional = importlib.import_module(".triton_bidirectional_scan", __package__)
-        return True
-    except (ImportError, AttributeError):  # a Triton that this code does not know
-        return False
+    module.ops, module.bidirectional = ops, bidirectional
+    return True
 
 
 def _triton() -> Any:
@@ -80,7 +75,7 @@ def backends() -> list[str]:
 
 def choose_backend(backend: str, query: Tensor, **request: Any) -> str:
     """Resolve "auto" for these inputs; `request` as for `triton_scan.unsupported`."""
-    check_backend("additive_scan", backend, ("auto", *_BACKENDS, "triton"))
+    backend = check_backend("additive_scan", backend, ("auto", *_BACKENDS, "triton"))
     if backend == "auto":
         if query.device.type != "cuda" or query.shape[1] == 1:
             return "torch"

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +10,7 @@ from torch import Tensor
 
 from . import toeplitz_reference, toeplitz_torch
 from .checks import check_backend, check_cu_seqlens, check_exchange, check_mask, check_state_tensors
+from .companions import kernels
 from .state import ToeplitzState, merge_toeplitz_states
 
 
@@ -41,24 +38,13 @@ _BACKENDS: dict[str, Callable[..., Any]] = {
 }
 
 
-@functools.cache
-def _triton() -> ModuleType | None:
-    """The Triton backend, imported on first use: Triton is not a core dependency."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    try:
-        return importlib.import_module(".triton_toeplitz", __package__)
-    except (ImportError, AttributeError):  # a Triton that this code does not know
-        return None
-
-
 def _choose_backend(backend: str, x: Tensor, decay: Tensor, key_mask: Tensor | None) -> str:
-    check_backend("toeplitz_scan", backend, ("auto", *_BACKENDS, "triton"))
+    backend = check_backend("toeplitz_scan", backend, ("auto", *_BACKENDS, "triton"))
     if backend == "auto" and x.device.type != "cuda":
         return "torch"
     if backend not in ("auto", "triton"):
         return backend
-    triton = _triton()
+    triton = kernels("triton_toeplitz")
     reason = "machines without triton 3.6" if triton is None else triton.unsupported(x, decay, key_mask)
     if reason is None:
         return "triton"
@@ -120,7 +106,7 @@ def toeplitz_scan(
     if key_mask is not None:
         key_mask = key_mask.to(x.device)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    triton = _triton() if chosen == "triton" else None
+    triton = kernels("triton_toeplitz") if chosen == "triton" else None
     scan = _BACKENDS[chosen] if triton is None else triton.forward_scan
     operands = (x.to(dtype) if triton is None else x, decay.to(dtype), gain.to(dtype))
     empty = ToeplitzState(x.new_zeros(shapes, dtype=dtype), torch.zeros(sequences, dtype=torch.int64, device=x.device))

@@ -8,6 +8,7 @@ from unittest import mock
 
 import lightnet_kernels  # noqa: F401  (its modules are looked up below)
 import torch
+from lightnet_kernels.companions import kernels
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -80,7 +81,7 @@ def as_on_a_gpu() -> Iterator[None]:
         return sys.modules[f"lightnet_kernels.{name}"]
 
     module("scan")._triton()
-    module("toeplitz")._triton()
+    kernels("triton_toeplitz")
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
         stack.enter_context(mock.patch.object(module("scan"), "choose_backend", lambda *a, **k: "triton"))
