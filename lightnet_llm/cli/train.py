@@ -13,11 +13,13 @@ import click
 from ..config import RunConfig, load_config
 from ..config.deepspeed import deepspeed_config, effective_zero_stage
 from ..errors import UserError
+from ..imports import uncollected, without_compiler
 from ..launch.command import HANDOVER, device_count, launcher_command
 from ..launch.hosts import read_hostfile
 from ..supervisor import Hosts, Supervisor
 
 
+@uncollected()
 def _ranks(config: RunConfig, gpus: int | None, hosts: dict[str, int] | None) -> int:
     """Number of ranks of the run: from --gpus, the hostfile's slots, all GPUs here, or the smallest that fits."""
     if hosts is not None:
@@ -28,6 +30,7 @@ def _ranks(config: RunConfig, gpus: int | None, hosts: dict[str, int] | None) ->
     return device_count() or parallel.tensor * parallel.pipeline * parallel.sequence
 
 
+@uncollected()
 def resolve(config: RunConfig, world: int) -> dict[str, Any]:
     """The run in plain terms: exact parameter count, layout, batches, which rank holds what.
 
@@ -119,6 +122,7 @@ def train(
     as_json: bool,
 ) -> None:
     """Train CONFIG (a YAML file or a preset's name) with key=value overrides."""
+    without_compiler()
     if gpus is not None and hostfile is not None:
         raise UserError("--gpus and --hostfile are both given; a hostfile's slots say how many GPUs each host uses")
     loaded = _known(load_config(config, overrides))
@@ -153,8 +157,9 @@ def train(
         return
     from ..training.run_folder import RunFolder
 
-    for check in _checks(loaded):
-        check()
+    with uncollected():
+        for check in _checks(loaded):
+            check()
     folder = RunFolder(loaded)
     folder.clear_stop()
     # With --json, standard output is that one object: the launcher talks on standard error.
@@ -197,6 +202,7 @@ def _epochs(config: RunConfig, resolved: dict[str, Any]) -> list[dict[str, Any]]
     return []
 
 
+@uncollected()
 def _problems(config: RunConfig) -> list[str]:
     """What is missing for a start here; a dry run reports it, because the run may be meant for another machine."""
     from lightnet_data.errors import DataError

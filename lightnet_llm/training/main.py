@@ -8,6 +8,8 @@ import os
 import sys
 import warnings
 
+from ..imports import uncollected, without_compiler
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, train, and turn what goes wrong into one line. Returns the exit code, see :mod:`.failures`."""
@@ -22,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.setdefault(name, value)  # a single process may be started without a launcher
     if os.environ["RANK"] != "0":
         logging.disable(logging.WARNING)
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    without_compiler()
     # What the dependencies say of each other at import and at every collective helps nobody who trains.
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed|megatron")
@@ -31,11 +33,12 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         os.environ.setdefault(name, "2000")
 
-    from lightnet_data.errors import DataError
+    with uncollected():
+        from lightnet_data.errors import DataError
 
-    from ..config import load_config
-    from ..errors import UserError
-    from . import failures
+        from ..config import load_config
+        from ..errors import UserError
+        from . import failures
 
     rank = os.environ["RANK"]
     try:
@@ -46,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return failures.REFUSED
     try:
-        from .loop import run
+        with uncollected():
+            from .loop import run
 
         step = run(config, given.launched)
     except (UserError, DataError) as error:
