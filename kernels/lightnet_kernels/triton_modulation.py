@@ -18,7 +18,7 @@ from .triton_launch import launch
 from .triton_replay import replayed
 
 TILE = 2048  # elements of a tile
-FORWARD, BACKWARD = 1056, 528  # programs that share the tokens: eight and four for each of an H100's multiprocessors
+FORWARD, BACKWARD = 660, 528  # programs that share the tokens: five and four for each of an H100's multiprocessors
 PARTS, COLUMNS = 32, 64  # tile of the kernels that sum parts
 
 
@@ -85,6 +85,10 @@ def modulate_backward(
         row = sample * tokens + token
         place = row[:, None] * WIDTH + col[None, :]
         inner = tl.zeros([ROWS, PADDED], tl.float32)
+        if TOTAL:  # loads come first, so that sums over a row do not wait for one after the other
+            grad_sum = tl.load(grad_sum_ptr + place, mask=present, other=0.0)
+        if RESIDUAL:
+            branch = tl.load(branch_ptr + place, mask=present, other=0.0)
         if NORM:
             x = tl.load(x_ptr + place, mask=present, other=0.0).to(tl.float32)
             grad = tl.load(grad_ptr + place, mask=present, other=0.0).to(tl.float32)
@@ -100,12 +104,11 @@ def modulate_backward(
                 inner -= (tl.sum(grad, 1) / WIDTH)[:, None]
             inner *= root[:, None]
         if TOTAL:
-            inner += tl.load(grad_sum_ptr + place, mask=present, other=0.0).to(tl.float32)
+            inner += grad_sum.to(tl.float32)
         if NORM:
             tl.store(grad_x_ptr + place, inner.to(grad_x_ptr.dtype.element_ty), mask=present)
         if RESIDUAL:
-            branch = tl.load(branch_ptr + place, mask=present, other=0.0).to(tl.float32)
-            gate_sum += inner * branch
+            gate_sum += inner * branch.to(tl.float32)
             grad_branch = (inner * gate[None, :]).to(grad_branch_ptr.dtype.element_ty)
             tl.store(grad_branch_ptr + place, grad_branch, mask=present)
     part = sums_ptr + (sample * tl.num_programs(1) + tl.program_id(1)) * WIDTH + col
@@ -185,7 +188,7 @@ def _tile(width: int) -> dict[str, int]:
 
 def _programs(wanted: int, samples: int, tokens: int, rows: int) -> int:
     """Of one sample."""
-    return max(1, min(triton.cdiv(tokens, rows), triton.cdiv(wanted, samples)))
+    return max(1, min(triton.cdiv(tokens, rows), wanted // samples))
 
 
 def _steps(*vectors: Tensor | None) -> list[int]:
@@ -235,7 +238,8 @@ def backward(
     tile, norm, residual = _tile(width), x is not None, branch is not None
     found = gradient_tensors(x, branch, gate, scale, weight, bias)
     grad_x, grad_branch, grad_gate, grad_shift, grad_scale, grad_weight, grad_bias = found
-    programs = _programs(BACKWARD, samples, tokens, tile["ROWS"])
+    wanted = BACKWARD // 2 if norm and residual else BACKWARD  # which holds twice as much
+    programs = _programs(wanted, samples, tokens, tile["ROWS"])
     sums = like.new_empty((2 * norm + residual, samples, programs, width), dtype=torch.float32)
     launch(modulate_backward, (samples, programs))(
         x, branch, gate, scale, weight, root, grad, grad_sum, grad_x, grad_branch, sums, tokens, *_steps(gate, scale),
