@@ -1,8 +1,8 @@
 """Measures what this machine's card and links do, for plans that are made elsewhere: `lightnet plan --calibrate`.
 
-Products at the sizes of a training step, a copy, the scan and its companions forward and backward, the loss, the host's
-time for a block, and collectives over the cards of this host. On a CPU everything runs at tiny sizes: its figures mean
-nothing but that the plumbing holds.
+Products at the sizes of a training step, a copy, the scan and its companions forward and backward, the loss; blocks under load
+for seconds, the host's time for one (:mod:`.in_situ`), and collectives over the cards of this host. Under a minute on a card. On
+a CPU everything runs at tiny sizes: its figures mean nothing but that the plumbing holds.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import json
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,11 @@ from torch import Tensor
 
 from ..config.model import ModelConfig
 from ..errors import UserError
+from ..parallel.layout import prepare_backend
 from ..parallel.segments import all_gather
 from ..training.metrics import PEAK_FLOPS
-from .hardware import FORMAT, cards
+from .hardware import FORMAT, Hardware, cards
+from .in_situ import BLOCKS, host_block, host_stage_3, sustained, wait
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ def calibrate(output: Path, ranks: int | None = None) -> Iterator[str]:
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     figures: dict[str, dict[str, Any]] = {}
     entry: dict[str, Any] = {"card": name, "versions": {"torch": torch.__version__}, "figures": figures}
-    for key, value, unit in _measured(device, scale, ranks or have):
+    found = chain(_measured(device, scale), _together(device, scale, figures), _between(ranks or have, scale))
+    for key, value, unit in found:
         what = f"lightnet plan --calibrate, torch {torch.__version__}"
         figures[key] = {"value": value, "unit": unit, "source": what, "card": name, "date": date, "assumed": False}
         yield f"{key}: {_shown(value)} {unit}"
@@ -115,8 +120,8 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}"
 
 
-def _measured(device: torch.device, scale: Scale, ranks: int) -> Iterator[tuple[str, Any, str]]:
-    """(name, value, unit) of every figure."""
+def _measured(device: torch.device, scale: Scale) -> Iterator[tuple[str, Any, str]]:
+    """(name, value, unit) of every part alone."""
     from lightnet_kernels import add_norm, additive_scan, gated_norm, linear_cross_entropy, swiglu, toeplitz_scan
     from lightnet_kernels.bench.measure import Clock, ceilings
 
@@ -172,80 +177,61 @@ def _measured(device: torch.device, scale: Scale, ranks: int) -> Iterator[tuple[
     hidden, weight = draw(scale.tokens, scale.hidden), draw(scale.vocabulary, scale.hidden)
     loss = both(linear_cross_entropy, hidden, weight, labels=labels, reduction="sum")
     yield "loss_flop_s", 6.0 * size * scale.vocabulary / loss, "FLOP/s of the head's three products with the loss"
-    yield "host_block_s", _host(device, scale), "s of the host for a block's forward and backward pass"
     if device.type == "cuda":
         del hidden, weight, labels, theta, decay, gain
         free, total = torch.cuda.mem_get_info(device)
         yield "memory_bytes", total, "bytes"
         yield "context_bytes", max(0, total - free - torch.cuda.memory_reserved(device)), "bytes beside tensors"
+
+
+def _together(device: torch.device, scale: Scale, figures: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Any, str]]:
+    """Of blocks; ``figures`` has those of their parts, and these as they come."""
+    heads, glu = 3 * scale.heads // 4, 3 * scale.glu // 4
+    config = ModelConfig(
+        layers=BLOCKS, width=heads * scale.width, heads=heads, glu_width=glu, vocab_size=1, gate_rank=scale.rank
+    )
+    yield (
+        "host_block_s",
+        host_block(config, device, scale.repeats),
+        "s of the host for a block's forward and backward pass",
+    )
+    factor = sustained(config, device, scale.rows, scale.length, Hardware("", "", 0.0, figures, ""))
+    yield "sustained", factor, "times as long as their parts alone, blocks under load for seconds"
+
+
+def _between(ranks: int, scale: Scale) -> Iterator[tuple[str, Any, str]]:
     if ranks > 1:
-        rate, latency = _links(ranks, scale)
+        rate, latency, host = _links(ranks, scale)
         yield "nvlink_bytes_s", rate, f"bytes a rank of {ranks} sends per second, all-reduce or all-gather"
         yield "nvlink_latency_s", latency, "s a step of a collective"
+        yield "host_stage_3_s", host, "s of the host for a block's passes and update with ZeRO-3"
 
 
 def _with_theta(scan: Callable[..., Any]) -> Callable[..., Any]:
     return lambda query, key, value, theta: scan(query, key, value, theta=theta)
 
 
-def _host(device: torch.device, scale: Scale) -> float:
-    """Of a block with so few tokens that the device is always waiting."""
-    from ..models.block import Block
-    from ..models.context import ForwardContext
-    from ..models.layers import PlainLayers
-    from ..models.parameters import initialize, spec_of
-
-    config = ModelConfig(
-        layers=2, width=scale.hidden, heads=scale.heads, glu_width=scale.glu, vocab_size=1, gate_rank=scale.rank
-    )
-    block = Block(config, PlainLayers(), 0)
-    initialize(block, 1)
-    block.to(device)
-    for parameter in block.parameters():
-        if not spec_of(parameter).keep_fp32:
-            parameter.data = parameter.data.bfloat16()
-    x = torch.ones(1, 64, scale.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
-    bounds = torch.tensor([0, 64], dtype=torch.int32)
-
-    def once() -> None:
-        block(x, ForwardContext(cu_seqlens=bounds))[0].sum().backward()
-
-    for _ in range(5):
-        once()
-    _wait(device)
-    began = time.perf_counter()
-    for _ in range(scale.repeats):
-        once()
-    _wait(device)
-    return (time.perf_counter() - began) / scale.repeats
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _links(ranks: int, scale: Scale) -> tuple[float, float]:
+def _links(ranks: int, scale: Scale) -> tuple[float, float, float]:
     """(bytes that a rank sends per second in a large all-reduce or all-gather, the slower of them; seconds of a step of a
-    small all-reduce)."""
+    small all-reduce; seconds of the host for a block of ZeRO-3)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     torch.multiprocessing.spawn(_link_rank, (ranks, port, scale, answers), nprocs=ranks)
-    summed, gathered, small = answers.get()
+    summed, gathered, small, host = answers.get()
     sent = (ranks - 1) / ranks * scale.sent
-    return min(2 * sent / summed, sent / gathered), small / (2 * max(1, (ranks - 1).bit_length()))
+    return min(2 * sent / summed, sent / gathered), small / (2 * max(1, (ranks - 1).bit_length())), host
 
 
 def _link_rank(rank: int, ranks: int, port: int, scale: Scale, answers: Any) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=ranks)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    warnings.simplefilter("ignore")  # what DeepSpeed and megatron-core have to say of torch and of themselves
+    device = prepare_backend()
     size = scale.sent // ranks * ranks
     large, small = (torch.zeros(count, dtype=torch.uint8, device=device) for count in (size, 1024))
     part = large[: size // ranks].clone()
@@ -253,17 +239,18 @@ def _link_rank(rank: int, ranks: int, port: int, scale: Scale, answers: Any) -> 
     def seconds(call: Callable[[], Any]) -> float:
         for _ in range(3):
             call()
-        _wait(device)
+        wait(device)
         began = time.perf_counter()
         for _ in range(scale.repeats):
             call()
-        _wait(device)
+        wait(device)
         return (time.perf_counter() - began) / scale.repeats
 
     found = [
         seconds(lambda: dist.all_reduce(large)),
         seconds(lambda: all_gather(large, part)),
         seconds(lambda: dist.all_reduce(small)),
+        host_stage_3(device, scale.repeats),
     ]
     if rank == 0:
         answers.put(tuple(found))

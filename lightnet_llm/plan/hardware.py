@@ -1,7 +1,8 @@
 """What a card and its links do: shipped measurements, or those of `lightnet plan --calibrate`.
 
 One JSON file, cards by name. Each figure has value, unit, source, card, date, and whether it is assumed. A card that is `like`
-another takes that one's figures, scaled by peak rate (products) or by copy rate (what reads and writes memory).
+another takes that one's figures, scaled by peak rate (products), by copy rate (what reads and writes memory) or by the host's
+time for a block (ZeRO-3's).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ FORMAT = 1
 BY_PEAK = ("gemm_flop_s", "loss_flop_s")
 BY_COPY = ("scan_lrpe_s", "scan_s", "scan_torch_s", "norm_s", "gated_norm_s", "swiglu_s", "toeplitz_s")
 FIGURES = (
-    *BY_PEAK, *BY_COPY, "memory_bytes", "context_bytes", "fragmentation", "copy_bytes_s", "host_block_s", "host_step_s",
-    "per_node", "nvlink_bytes_s", "nvlink_latency_s", "infiniband_bytes_s", "infiniband_latency_s",
+    *BY_PEAK, *BY_COPY, "memory_bytes", "context_bytes", "fragmentation", "copy_bytes_s", "sustained", "host_block_s",
+    "host_stage_3_s", "host_step_s", "per_node", "nvlink_bytes_s", "nvlink_latency_s", "infiniband_bytes_s",
+    "infiniband_latency_s",
 )  # fmt: skip
 
 
@@ -58,7 +60,9 @@ class Hardware:
     gated_norm_s: float
     swiglu_s: float
     toeplitz_s: float
+    sustained: float
     host_block_s: float
+    host_stage_3_s: float
     host_step_s: float
     per_node: int
 
@@ -132,16 +136,20 @@ def _hardware(name: str, found: dict[str, Any], shipped: dict[str, Any]) -> Hard
         others = shipped if entry["like"] == name else {**shipped, **found}
         other = _hardware(entry["like"], others, shipped)
         link = other.link
-        copy = own["copy_bytes_s"]["value"] / other.copy_bytes_s if "copy_bytes_s" in own else 1.0
+        peaks = peak / other.peak_flop_s
+        copy, host = (
+            own[key]["value"] / other.figures[key]["value"] if key in own else 1.0
+            for key in ("copy_bytes_s", "host_block_s")
+        )
         for key, figure in other.figures.items():
-            figures.setdefault(key, _scaled(key, figure, peak / other.peak_flop_s, copy, other.card))
+            figures.setdefault(key, _scaled(key, figure, peaks, copy, host, other.card))
     missing = [key for key in FIGURES if key not in figures]
     if missing:
         raise KeyError(f"no {missing[0]}")
     return Hardware(name, entry["card"], peak, figures, entry.get("link", link))
 
 
-def _scaled(key: str, figure: dict[str, Any], peak: float, copy: float, card: str) -> dict[str, Any]:
+def _scaled(key: str, figure: dict[str, Any], peak: float, copy: float, host: float, card: str) -> dict[str, Any]:
     value = figure["value"]
     if key == "gemm_flop_s":
         value = [[flop, rate * peak] for flop, rate in value]
@@ -149,7 +157,9 @@ def _scaled(key: str, figure: dict[str, Any], peak: float, copy: float, card: st
         value = value * peak
     elif key in BY_COPY:
         value = value / copy
-    by = "peak" if key in BY_PEAK else "copy rate" if key in BY_COPY else ""
+    elif key == "host_stage_3_s":
+        value = value * host
+    by = "peak" if key in BY_PEAK else "copy rate" if key in BY_COPY else "host" if key == "host_stage_3_s" else ""
     source = f"as of {card}" + (f", scaled by {by}" if by else "")
     return {"value": value, "unit": figure["unit"], "source": source, "card": None, "date": None, "assumed": True}
 

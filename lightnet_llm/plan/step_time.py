@@ -1,7 +1,8 @@
 """Seconds of a training step, from what a card was measured to do.
 
 Device time of a micro-batch is the sum of its products (each at the rate of its size), scans, companions and passes over the
-residual stream; the host needs its own time for every block and the slower of the two counts. Pipeline stages run
+residual stream, each as measured alone, times what they take more together on a card under load; the host needs its own time
+for every block, more of it with ZeRO-3's hooks, and the slower of the two counts. Pipeline stages run
 accumulation + stages - 1 rounds of the slowest. Communication is added whole: the engines of this project do not overlap it
 but for the scan's states.
 """
@@ -94,10 +95,21 @@ def _scan(work: Work, hardware: Hardware) -> float:
 
 def _elementwise(work: Work, hardware: Hardware) -> float:
     own, width = work.own, work.model.width
-    norms = 2 * hardware.norm_s * own * width + hardware.gated_norm_s * work.tokens * work.features
-    passes = PASSES * own * width * work.element / hardware.copy_bytes_s
+    stretch = work.residual / (own * width * work.element)
+    norms = 2 * stretch * hardware.norm_s * own * width + hardware.gated_norm_s * work.tokens * work.features
+    passes = PASSES * work.residual / hardware.copy_bytes_s
+    if (
+        work.wide
+    ):  # 4 products' inputs and all weights, in both passes, and the weights' gradients: 4 bytes there, 2 here
+        weights = sum(entering * out for _, entering, out in products_of_block(work))
+        passes += 6 * (4 * 2 * own * width + 3 * weights) / hardware.copy_bytes_s
     dropout = 2 * 24 * own * width / hardware.copy_bytes_s if work.model.dropout else 0.0
     return norms + hardware.swiglu_s * work.tokens * work.glu + passes + dropout
+
+
+def block_seconds(work: Work, hardware: Hardware) -> tuple[float, float, float]:
+    """Products, scan and the rest of a block, forward and backward, on a card that is not under load."""
+    return 3 * _products(work, hardware), _scan(work, hardware), _elementwise(work, hardware)
 
 
 def step_time(parts: list[Part], micro_batch: int, every: int, accumulation: int, hardware: Hardware) -> StepTime:
@@ -113,7 +125,8 @@ def step_time(parts: list[Part], micro_batch: int, every: int, accumulation: int
         recompute=accumulation * slowest.recompute,
         waiting=accumulation * slowest.waiting,
         bubble=(len(parts) - 1) * slowest.seconds,
-        optimizer=max(update, hardware.host_step_s),
+        # DeepSpeed's own step reads the gradient norm, and the device waits; that of ZeRO 1 in bf16 does not.
+        optimizer=update if parts[0].bf16 and parts[0].zero == 1 else max(update, hardware.host_step_s),
         communication=communication(moved),
     )
 
@@ -132,19 +145,20 @@ class _Stage:
 
     def __init__(self, part: Part, micro_batch: int, every: int, hardware: Hardware):
         work, blocks, again = part.work(micro_batch), len(part.blocks), part.recomputes[every]
-        products, scan, elementwise = _products(work, hardware), _scan(work, hardware), _elementwise(work, hardware)
-        self.products, self.scan, self.elementwise = 3 * blocks * products, blocks * scan, blocks * elementwise
-        self.recompute = again * (products + 0.3 * scan + 0.35 * elementwise)
+        products, scan, elementwise = (hardware.sustained * part for part in block_seconds(work, hardware))
+        self.products, self.scan, self.elementwise = blocks * products, blocks * scan, blocks * elementwise
+        self.recompute = again * (products / 3 + 0.3 * scan + 0.35 * elementwise)
         if part.first and part.model.tpe:
             mirrored = 1 if part.model.causal else 2
             share = part.model.tpe_rank / 64
-            self.elementwise += mirrored * share * hardware.toeplitz_s * work.tokens * part.model.width
+            toeplitz = mirrored * share * hardware.toeplitz_s * work.tokens * part.model.width
+            self.elementwise += hardware.sustained * toeplitz
         self.loss = 0.0
         if part.last:
             flop = 6.0 * work.tokens * part.model.width * work.vocabulary
-            self.loss = flop / hardware.loss_flop_s * (1.0 if work.element == 2 else 8.0)
+            self.loss = hardware.sustained * flop / hardware.loss_flop_s * (1.0 if work.element == 2 else 8.0)
         device = self.products + self.scan + self.elementwise + self.loss + self.recompute
-        host = hardware.host_block_s * (blocks + 0.4 * again)
+        host = (hardware.host_stage_3_s if part.zero == 3 else hardware.host_block_s) * (blocks + 0.4 * again)
         self.waiting = max(0.0, host - device)
         self.seconds = device + self.waiting
 

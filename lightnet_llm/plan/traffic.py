@@ -136,9 +136,11 @@ def _data(part: Part, accumulation: int) -> tuple[int, int]:
         return ring(gradients, ranks, 2) + ring(weights, ranks, 1), buckets + 2
     if part.zero == 2:  # reduced with every micro-batch
         return accumulation * ring(gradients, ranks, 2) + ring(weights, ranks, 1), accumulation * buckets + 2
-    gathered = ring(element * trained, ranks, 1)
-    calls = 2 * len(part.blocks) + buckets
-    return accumulation * (2 * gathered + ring(gradients, ranks, 1)), accumulation * calls
+    inside = len(part.blocks) * part.block_elements
+    sent = element * inside + 4 * (trained - inside)  # the rest goes in float32
+    again = trained - part.gathered()  # what did not stay for the backward pass
+    calls = len(part.blocks) + -(-again // part.block_elements) + buckets
+    return accumulation * (2 * ring(sent, ranks, 1) + ring(element * again, ranks, 1)), accumulation * calls
 
 
 def _pipeline(part: Part, work: Work, accumulation: int) -> tuple[int, int]:

@@ -217,6 +217,67 @@ def test_bytes_by_hand() -> None:
     assert [one.bytes for one in sent] == [4 * whole, 8 * whole, 4 * whole]
 
 
+def test_bytes_of_stage_3() -> None:
+    """Blocks in bf16 and the rest in fp32, gathered and reduced; again for the backward pass where they do not stay."""
+    h100, choice = load_hardware("h100"), Choice(1, 1, 1, 3, False)
+    for overrides, again in (([], 0), (["deepspeed.zero_optimization.stage3_max_live_parameters=0"], 14)):
+        overrides = [*overrides, "deepspeed.zero_optimization.stage3_max_reuse_distance=1"] if again else overrides
+        config = load_config("pile_150m", ["parallel.zero_stage=3", *overrides])
+        part = Parts(config).of(choice, 4)[0]
+        block = 768 * (4 * 768 + 3 * config.model.glu_width) + 2 * 64 * 768
+        rest = part.trained - 15 * block
+        assert 50_304 * 768 < rest < 55_000 * 768
+        moved = traffic(part, 2, 0, 3, h100)[0]
+        assert moved.bytes == 3 * (2 * ((2 * 15 * block + 4 * rest) * 3 // 4) + 2 * again * block * 3 // 4)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("every", [0, 1])
+def test_load_slows_computation_alone(stage: int, every: int) -> None:
+    config = load_config("pile_379m", [f"parallel.zero_stage={stage}"])
+    parts = Parts(config).of(choice_of(config), 4)
+    plain, held = (
+        step_time(parts, 8, every, 2, card(sustained=factor, host_block_s=0.0, host_stage_3_s=0.0))
+        for factor in (1.0, 1.25)
+    )
+    for part in ("products", "scan", "elementwise", "loss", "recompute", "waiting", "bubble"):
+        assert held.computation()[part] == pytest.approx(1.25 * plain.computation()[part])
+    assert (held.optimizer, held.communication) == (plain.optimizer, plain.communication)
+    assert held.products > 0 and (held.recompute > 0) == (every > 0)
+
+
+def test_stage_3_waits_for_its_own_host() -> None:
+    """A block's time of the host with hooks and without; where the device is slower, nothing waits."""
+    for stage, seconds in ((1, 0.1), (2, 0.1), (3, 0.2)):
+        config = load_config("pile_150m", [f"parallel.zero_stage={stage}"])
+        held = Parts(config).of(choice_of(config), 2)
+        slow = step_time(held, 1, 0, 3, card(host_block_s=0.1, host_stage_3_s=0.2))
+        device = slow.products + slow.scan + slow.elementwise + slow.loss
+        assert device + slow.waiting == pytest.approx(3 * 15 * seconds)
+        assert step_time(held, 8, 0, 3, card(host_block_s=1e-5, host_stage_3_s=1e-5)).waiting == 0.0
+
+
+def test_only_a_step_that_waits_counts_the_host() -> None:
+    slow, found = card(host_step_s=1.0), {}
+    for name, more in {"bf16": [], "fp32": ["train.precision=fp32"], "zero2": ["parallel.zero_stage=2"]}.items():
+        config = load_config("pile_150m", more)
+        found[name] = step_time(Parts(config).of(choice_of(config), 2), 1, 0, 1, slow).optimizer
+    assert found["bf16"] < 0.1 and found["fp32"] == found["zero2"] == 1.0
+
+
+def test_figures_written_before_some_were_measured(tmp_path: Path) -> None:
+    """They are those of the shipped card: as they are, or by the host that was measured."""
+    old = ROOT / "benchmarks" / "calibration-nvidia-h200-x2-2026-11-28.json"
+    data = json.loads(old.read_text())
+    for key in ("sustained", "host_stage_3_s"):
+        data["cards"]["h200"]["figures"].pop(key, None)
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    found, shipped = load_hardware("h200", tmp_path / "old.json"), load_hardware("h100")
+    assert found.sustained == shipped.sustained
+    assert found.host_stage_3_s / shipped.host_stage_3_s == pytest.approx(found.host_block_s / shipped.host_block_s)
+    assert {"sustained", "host_stage_3_s"} <= {*found.assumed}
+
+
 def test_links() -> None:
     h100 = load_hardware("h100")
     choice = Choice(2, 2, 2, 1, False)
@@ -390,10 +451,21 @@ def test_calibration_is_used(tmp_path: Path) -> None:
     measured = load_hardware("cpu", path)
     assert measured.figures["scan_s"]["card"] == "cpu"
     assert not measured.figures["scan_s"]["assumed"]
-    assert measured.figures["per_node"]["assumed"]
+    assert measured.figures["per_node"]["assumed"] and measured.figures["host_stage_3_s"]["assumed"]
+    assert 0 < measured.sustained < 100 and not measured.figures["sustained"]["assumed"]
     answer = json.loads(run("wikitext103", "--gpus", "1", "--figures", str(path), "--json").stdout)
     assert answer["gpu"]["name"] == "cpu"
     assert "scan_s" not in answer["gpu"]["assumed"]
+
+
+@pytest.mark.slow
+def test_several_ranks_are_measured(tmp_path: Path) -> None:
+    path = tmp_path / "cards.json"
+    result = run("--calibrate", "--gpus", "2", "--output", str(path))
+    assert result.exit_code == 0, result.output
+    measured = load_hardware("cpu", path)
+    assert measured.host_stage_3_s > 0 and not measured.figures["host_stage_3_s"]["assumed"]
+    assert measured.nvlink.bytes_s > 0
 
 
 def test_a_calibrated_card_is_like_the_shipped_one_of_its_name(tmp_path: Path) -> None:
