@@ -148,8 +148,9 @@ def initialize(
         for name, parameter in named:
             draw(name, parameter)
         return
-    # A thread begins at the first GPU, where this process has no business.
-    begin = partial(torch.cuda.set_device, device) if device is not None and device.type == "cuda" else None
+    card = device.index if device is not None and device.type == "cuda" else None
+    # A thread begins at the first GPU, where this process may have no business.
+    begin = None if card is None else partial(torch.cuda.set_device, card)
     with ThreadPoolExecutor(threads, "initial values", begin) as pool:
         for done in [pool.submit(draw, name, parameter) for name, parameter in named]:
             done.result()
