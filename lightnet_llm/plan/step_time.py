@@ -16,8 +16,11 @@ from .hardware import Hardware
 from .memory import Part
 from .traffic import Moved, traffic
 
-UPDATE_BYTES = 28 + 12 + 8  # of a parameter's part: AdamW's reads and writes, norm with clipping, zeroing, new weights
-GATHERED_BYTES = 16  # of each parameter: gradients of a micro-batch added in float32, narrow ones zeroed
+# Bytes read and written. Of a parameter's part: AdamW, norm with clipping, zeroing, new weights. Of each parameter and
+# micro-batch: gradients added in float32, narrow ones zeroed.
+UPDATE_BYTES, GATHERED_BYTES = 28 + 12 + 8, 16
+# Where bf16's own optimiser steps: AdamW that clips, norm, new weights; a first gradient is copied, further ones are added.
+BF16_UPDATE_BYTES, COPIED_BYTES, ADDED_BYTES = 32 + 4 + 6, 8, 12
 PASSES = 12  # over the residual stream in a block: residual sums forward and backward, gradients that are added up
 LANE = 64  # features of a head are padded to a multiple
 
@@ -125,8 +128,7 @@ def step_time(parts: list[Part], micro_batch: int, every: int, accumulation: int
         recompute=accumulation * slowest.recompute,
         waiting=accumulation * slowest.waiting,
         bubble=(len(parts) - 1) * slowest.seconds,
-        # DeepSpeed's own step reads the gradient norm, and the device waits; that of ZeRO 1 in bf16 does not.
-        optimizer=update if parts[0].bf16 and parts[0].zero == 1 else max(update, hardware.host_step_s),
+        optimizer=update if _ahead(parts[0]) else max(update, hardware.host_step_s),
         communication=communication(moved),
     )
 
@@ -166,4 +168,13 @@ class _Stage:
 def _update(part: Part, accumulation: int, hardware: Hardware) -> float:
     """Of the optimiser, and of adding up gradients."""
     own = part.trained / (part.ranks if part.zero else 1)
-    return (UPDATE_BYTES * own + GATHERED_BYTES * accumulation * part.trained) / hardware.copy_bytes_s
+    if _ahead(part):
+        moved = BF16_UPDATE_BYTES * own + (COPIED_BYTES + ADDED_BYTES * (accumulation - 1)) * part.trained
+    else:
+        moved = UPDATE_BYTES * own + GATHERED_BYTES * accumulation * part.trained
+    return moved / hardware.copy_bytes_s
+
+
+def _ahead(part: Part) -> bool:
+    """Whether the host does not wait for a step's norm: ZeRO 1 in bf16 (`training.bf16`)."""
+    return part.bf16 and part.zero == 1

@@ -262,6 +262,11 @@ def test_only_a_step_that_waits_counts_the_host() -> None:
     for name, more in {"bf16": [], "fp32": ["train.precision=fp32"], "zero2": ["parallel.zero_stage=2"]}.items():
         config = load_config("pile_150m", more)
         found[name] = step_time(Parts(config).of(choice_of(config), 2), 1, 0, 1, slow).optimizer
+        if name == "bf16":
+            part = Parts(config).of(choice_of(config), 2)[0]
+            twice = step_time([part], 1, 0, 2, slow).optimizer - found[name]
+            assert found[name] == pytest.approx((42 / 2 + 8) * part.trained / slow.copy_bytes_s)
+            assert twice == pytest.approx(12 * part.trained / slow.copy_bytes_s)
     assert found["bf16"] < 0.1 and found["fp32"] == found["zero2"] == 1.0
 
 
