@@ -132,7 +132,9 @@ class UniversalForm:
 
     def keys(self, name: str) -> tuple[str, ...]:
         """What is kept of a parameter beside its steps."""
-        return (FP32, *MOMENTS, *([EMA] if (self.folder / name / f"{EMA}.pt").is_file() else []))
+        # An average of no step yet, as where the first was skipped, begins anew.
+        averaged = (self.folder / name / f"{EMA}.pt").is_file() and self.step(name) > 0
+        return (FP32, *MOMENTS, *([EMA] if averaged else []))
 
     def step(self, name: str) -> float:
         """Steps the optimiser has taken with a parameter."""

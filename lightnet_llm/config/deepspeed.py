@@ -58,6 +58,7 @@ def deepspeed_config(config: RunConfig, data_parallel: int, sequence_parallel: i
         "gradient_clipping": config.optimizer.clip or NO_CLIP,
         "steps_per_print": 1_000_000_000,
         "zero_allow_untested_optimizer": True,
+        "timers": {"throughput": {"enabled": False}},  # they wait for the device in every micro-batch
         "zero_optimization": {
             "stage": effective_zero_stage(config),
             "reduce_bucket_size": 50_000_000,

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,11 +85,6 @@ class Judge:
         self.norms = [*self.norms, _log(norm)][-self.config.window :]
         return None
 
-    @property
-    def too_many(self) -> bool:
-        """Whether the run must stop."""
-        return self.streak >= self.config.in_a_row
-
     def as_dict(self) -> dict[str, Any]:
         """What survives a restart."""
         recent = self.config.deviations > 0  # not worth a place in every checkpoint otherwise
@@ -146,6 +142,7 @@ class Verdict:
         losses, samples: mean losses and sample ids of this rank's micro-batches; no losses where others compute them.
         loss, norm: global; not finite when that is why the step was skipped.
         reason: why it was skipped, or None.
+        streak: steps skipped since the last good one, with this one.
     """
 
     step: int
@@ -154,6 +151,7 @@ class Verdict:
     loss: float = math.nan
     norm: float = math.nan
     reason: str | None = None
+    streak: int = 0
 
     def suspects(self) -> list[tuple[float, list[int]]]:
         """Mean loss and sample ids of the micro-batches, where this rank computed the loss."""
@@ -179,9 +177,9 @@ class Guard:
         self.device: torch.device = engine.device
         self.last = Verdict(-1, [], [])
         self._open: tuple[Verdict, Tensor, torch.cuda.Event | None] | None = None
-        self._judged: list[Verdict] = []
+        self._judged: deque[Verdict] = deque(maxlen=64)  # who does not ask for them does not keep them
         if isinstance(self.optimizer, BF16_Optimizer):  # ZeRO 1 with fp32 accumulation for bf16
-            Bf16Optimizer.take_over(self.optimizer, self._on_device)
+            Bf16Optimizer.take_over(engine, self._of_squares)
         elif hasattr(self.optimizer, "scaled_global_norm"):  # ZeRO 1 and 2
             # DeepSpeed would first look through all gradients for what is not finite, which the norm says anyway.
             self.optimizer.check_grad_overflow = False
@@ -194,14 +192,28 @@ class Guard:
             self.original = engine.clip_fp32_gradients
             engine.clip_fp32_gradients = self._no_stage
 
-    def _on_device(self, norm: Tensor) -> Tensor:
-        """1.0 if the step is bad, else 0.0: fp32, on the device. Every rank comes here with the same norm, at the same
-        point of its schedule."""
-        self.settle()  # the limits depend on it
+    def _of_squares(self, squares: Tensor) -> tuple[Tensor, Tensor]:
+        """The global gradient norm from each rank's share of its square, and what :meth:`_decide` says: fp32 scalars."""
+        both = torch.stack([self._loss(), squares.double()])
+        dist.all_reduce(both)
+        both[1].sqrt_()
+        return both[1].float(), self._decide(both)
+
+    def _is_bad(self, norm: Tensor) -> bool:
+        """Every rank comes here with the same norm, at the same point of its schedule."""
         share = norm.detach().double().reshape(()).to(self.device) / dist.get_world_size()
         share = torch.where(share < 0, float("inf"), share)  # DeepSpeed writes -1 for a norm that is not finite
-        both = torch.stack([self.local_loss().detach().double().reshape(()).to(self.device), share])
+        both = torch.stack([self._loss(), share])
         dist.all_reduce(both)
+        self._decide(both)
+        return self.settle().reason is not None
+
+    def _loss(self) -> Tensor:
+        return self.local_loss().detach().double().reshape(()).to(self.device)
+
+    def _decide(self, both: Tensor) -> Tensor:
+        """1.0 if the step of this global loss and gradient norm is bad, else 0.0, on the device."""
+        self.settle()  # the limits depend on it
         most_loss, most_norm = self.judge.limits()
         bad = ~both.isfinite().all() | (both[0] > most_loss) | (both[1] > most_norm)
         event = None
@@ -222,17 +234,14 @@ class Guard:
                 event.synchronize()
             self.last.loss, self.last.norm = numbers.tolist()
             self.last.reason = self.judge.judge(self.last.loss, self.last.norm)
+            self.last.streak = self.judge.streak
             self._judged.append(self.last)
         return self.last
 
-    def judged(self) -> list[Verdict]:
-        """Those on the steps judged since the last call, in order."""
-        found, self._judged = self._judged, []
-        return found
-
-    def _is_bad(self, norm: Tensor) -> bool:
-        self._on_device(norm)
-        return self.settle().reason is not None
+    def judged(self) -> Iterator[Verdict]:
+        """Those not given yet, in order."""
+        while self._judged:
+            yield self._judged.popleft()
 
     def _stage_one_and_two(self, *args: Any, **kwargs: Any) -> Tensor:
         norm = self.original(*args, **kwargs)

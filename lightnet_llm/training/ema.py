@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..checkpoint.native import EMA
+from ..checkpoint.native import EMA, STEP
 
 
 def follow(optimizer: torch.optim.Optimizer, decay: float) -> None:
@@ -52,7 +52,7 @@ def _follow_on_device(weights: list[Tensor], states: list[dict[str, Tensor]], sk
     for weight, state in zip(weights, states, strict=True):
         if EMA not in state:
             state[EMA] = weight.detach().clone()
-        share = torch.where(state["step"] <= 1, 1.0, 1.0 - decay) * (1.0 - skipped)  # of which the first is a copy
+        share = torch.where(state[STEP] <= 1, 1.0, 1.0 - decay) * (1.0 - skipped)  # of which the first is a copy
         state[EMA].lerp_(weight, share)
 
 
@@ -67,7 +67,7 @@ def reader(optimizer: Any, zero_stage: int) -> Callable[[nn.Parameter], Tensor |
         zero_stage: the stage it runs.
     """
     states = (optimizer if zero_stage == 0 else optimizer.optimizer).state
-    if not any(EMA in state for state in states.values()):
+    if not any(EMA in state and float(state[STEP]) > 0 for state in states.values()):
         return None
     if zero_stage == 0:
         return lambda parameter: states[parameter][EMA] if parameter.requires_grad else None

@@ -48,6 +48,7 @@ class Trainer:
         self.engine: Engine = build_engine(config, groups, device, start.weights, start.stages)
         self.engine.progress = self.progress = progress
         self.interrupted = False
+        self.spans: dict[int, tuple[int, int]] = {}  # samples of the steps that were not judged yet
         self.metrics: MetricsWriter | None = None
         self.data_rank = groups.place["data"]
         self.validation = [
@@ -82,7 +83,7 @@ class Trainer:
         recorded = config.logging.profile_steps if self.speaks else 0
         trace = Trace(self.folder.path / "profile", self.ranks.rank, recorded, state.step)
         window_start, window_tokens = time.perf_counter(), 0
-        guard, spans = self.engine.guard, dict[int, tuple[int, int]]()  # samples of the steps not judged yet
+        guard = self.engine.guard
         while state.step < end:
             step, batch, began = state.step, budget.batch_at(state.step), time.perf_counter()
             self.progress.begin("step", step + 1)
@@ -94,7 +95,7 @@ class Trainer:
             state.step, state.samples = step + 1, state.samples + batch
             state.tokens += batch * config.data.sequence_length
             window_tokens += batch * config.data.sequence_length
-            spans[step] = (first, state.samples)
+            self.spans[step] = (first, state.samples)
             due = due or self._due(state.step, config.checkpoint.interval) or state.step == end
             stop = self.ranks.any(self.interrupted or (self.ranks.rank == 0 and self.folder.stop_requested))
             self.saver.after_step(time.perf_counter() - began)
@@ -112,7 +113,7 @@ class Trainer:
                 self.metrics.advance()
             state.bad_steps = self.engine.judge.as_dict()
             for verdict in guard.judged():
-                span = spans.pop(verdict.step)
+                span = self.spans.pop(verdict.step)
                 if verdict.reason is not None:
                     self._skipped(verdict, span, saved)
             self.progress.begin("bookkeeping")
@@ -154,17 +155,29 @@ class Trainer:
         suspects = self.ranks.gather(found.suspects())
         worst = pick_suspects([pair for part in suspects for pair in part])
         self.ranks.log(f"skipped step {step}: {found.reason} (loss {found.loss:.4g}, gradient norm {found.norm:.4g})")
-        if self.metrics is not None:
-            values = {"loss": found.loss, "grad_norm": found.norm}
-            self.metrics.event(step, "skipped", reason=found.reason, found=values, samples=[first, end], suspects=worst)
-        if self.engine.judge.too_many:
+        self._note_skipped(found, span, worst)
+        if found.streak >= self.config.bad_steps.in_a_row:
             raise UserError(
                 f"loss is {found.loss} and gradient norm {found.norm} at step {step} (samples {first} to {end - 1}): "
-                f"{found.reason}, the {self.engine.judge.streak}th step in a row that is skipped (bad_steps.in_a_row); "
+                f"{found.reason}, the {found.streak}th step in a row that is skipped (bad_steps.in_a_row); "
                 f"nothing was saved since step {saved}: look at these samples, or start another run with "
                 f"train.init_from={self.folder.checkpoints} and a lower optimizer.learning_rate",
                 shared=True,
             )
+
+    def _note_skipped(self, found: Verdict, span: tuple[int, int], suspects: list[int]) -> None:
+        if self.metrics is not None:
+            values = {"loss": found.loss, "grad_norm": found.norm}
+            self.metrics.event(
+                found.step + 1, "skipped", reason=found.reason, found=values, samples=list(span), suspects=suspects
+            )
+
+    def note_unheard(self) -> None:
+        """Events of skipped steps that an error of a later one kept from being told; no other rank is asked."""
+        self.engine.guard.settle()
+        for verdict in self.engine.guard.judged():
+            if verdict.reason is not None and verdict.step in self.spans:
+                self._note_skipped(verdict, self.spans[verdict.step], pick_suspects(verdict.suspects()))
 
     @staticmethod
     def _due(step: int, interval: int) -> bool:
@@ -262,6 +275,7 @@ def run(config: RunConfig, launched: bool = False) -> int:
     try:
         trainer.train()
     except UserError as error:
+        trainer.note_unheard()
         if error.shared:  # all ranks are here: a checkpoint that is being written is worth finishing
             watch.progress.begin("save")  # it may take longer than a step
             trainer.saver.wait()

@@ -412,7 +412,9 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description="Every layout against one process.")
     parser.add_argument("--ranks", type=int, help="leave out layouts of more ranks")
-    parser.add_argument("--only", nargs="*", default=[], metavar="TEXT", help="layouts and faults whose name has one of these")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="TEXT", help="layouts and faults whose name has one of these"
+    )
     parser.add_argument(
         "--random", type=int, default=0, metavar="N", help="so many drawn from all legal layouts instead"
     )

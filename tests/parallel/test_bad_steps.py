@@ -117,6 +117,25 @@ def test_too_many_in_a_row_stop_the_run(ranks: Ranks, tiny: Path, tmp_path: Path
     assert kept == ["step_00000004", "step_00000005"]
 
 
+@pytest.mark.parametrize(("most", "last"), [(1, 6), (2, 7)])
+def test_few_in_a_row_stop_the_run_where_verdicts_come_late(
+    most: int, last: int, ranks: Ranks, tiny: Path, tmp_path: Path
+) -> None:
+    arguments = ["--config", str(tiny), f"train.output={tmp_path}", "train.name=run", "logging.interval=9", BF16]
+    codes = ranks.run(2, [*arguments, f"bad_steps.in_a_row={most}"], tmp_path / "log", plant="nan_for_ever")
+    assert codes == [1, 1]
+    (error,) = [x for x in (tmp_path / "log.rank0").read_text().splitlines() if x.startswith("error: ")]
+    assert f"at step {last} (" in error and f"the {most}th step in a row" in error
+    skipped = [event["step"] for event in events(tmp_path / "run", "skipped")]
+    assert skipped in (list(range(6, last + 1)), list(range(6, last + 2))), "and one that was made meanwhile, perhaps"
+
+
+def test_a_single_bad_step_stops_a_run_that_allows_none(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    arguments = ["--config", str(tiny), f"train.output={tmp_path}", "train.name=run", "logging.interval=9", BF16]
+    codes = ranks.run(1, [*arguments, "bad_steps.in_a_row=1"], tmp_path / "log", plant="nan_everywhere")
+    assert codes == [1] and "at step 6 (" in (tmp_path / "log.rank0").read_text()
+
+
 def test_a_save_that_falls_on_a_skipped_step_is_made_after_it(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     overrides = ["checkpoint.interval=6", "checkpoint.keep_last=9"]
     ranks.train(2, tiny, overrides, tmp_path, "run", plant="nan_on_rank_one")

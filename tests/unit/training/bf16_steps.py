@@ -7,13 +7,13 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
 from lightnet_llm.launch.hosts import free_port
+from lightnet_llm.parallel.layout import prepare_backend
 from lightnet_llm.training.bf16 import Bf16Optimizer
 
 SHAPES = (((3, 5), (7,), (4, 4)), ((6,), (2, 3, 2)))
@@ -48,8 +48,8 @@ def steps(optimizer: Any, parameters: list[list[nn.Parameter]]) -> list[dict[str
                     if not (step == 2 and index == 1):
                         loss = loss + (p.float() * factor).sum()
             loss.backward()
-        gradients, _ = optimizer.get_grads_for_reduction()
-        kept.append({"gradients": [g.clone() for g in gradients]})
+        optimizer.get_grads_for_reduction()
+        kept.append({"gradients": [g.clone() for g in optimizer.fp32_groups_gradients_flat]})
         optimizer.step()
         optimizer.zero_grad()
         masters = optimizer.fp32_groups_flat_partition
@@ -65,13 +65,14 @@ def steps(optimizer: Any, parameters: list[list[nn.Parameter]]) -> list[dict[str
 
 def main() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    deepspeed.init_distributed("gloo")
+    prepare_backend()
     generator = torch.Generator().manual_seed(0)
     weights = [[torch.randn(shape, generator=generator).bfloat16() for shape in group] for group in SHAPES]
     found: dict[str, Any] = {}
     for clip in (0.0, 0.5, 1e4):
         theirs, ours = build(weights, clip), build(weights, clip)
-        Bf16Optimizer.take_over(ours[0], lambda norm: (~norm.isfinite()).float())
+        engine = SimpleNamespace(optimizer=ours[0], pipeline_parallelism=False, sequence_parallel_size=1)
+        Bf16Optimizer.take_over(engine, lambda square: (square.sqrt(), (~square.isfinite()).float()))
         off = {"gradients": 0.0, "masters": 0.0, "moments": 0.0, "weights": 0.0, "norm": 0.0}
         still = True
         before: list[Tensor] = []
