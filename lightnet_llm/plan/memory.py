@@ -24,9 +24,6 @@ from . import activations
 from .activations import Kept, Work
 from .hardware import Hardware
 
-CONCATENATED = (
-    500_000_000  # elements up to which DeepSpeed's BF16 optimiser joins groups of gradients for one reduction
-)
 # Of ZeRO-3: elements gathered at most before more are, and a distance to the next use within which they stay. DeepSpeed's.
 LIVE = REUSE = 1_000_000_000
 
@@ -188,7 +185,7 @@ class Part:
         places = [
             ("the backward pass of its first block", rest + block + embedding, 0,
              passing + (vocabulary if self.first else 0), narrow + tied, lasting),
-            ("the reduction of gradients", Kept(0, 0), 0, 0, self._part(), lasting + self._reduction()),
+            ("the reduction of gradients", Kept(0, 0), 0, 0, self._part(), lasting),
         ]  # fmt: skip
         if self.blocks:
             places.append(("the backward pass of its last block", all_kept + again, 0, passing, narrow + tied, lasting))
@@ -217,13 +214,6 @@ class Part:
         if self.zero == 3:  # a bucket of gradients for each dtype that they are sent in
             total += 4 * self.gathered() + self.bucket * (6 if self.bf16 else 4)
         return total
-
-    def _reduction(self) -> int:
-        """Copies that ZeRO-1 in bf16 reduces: all groups of gradients joined in float32 where they are few, and in bf16."""
-        if self.zero != 1 or not self.bf16:
-            return 0
-        joined = 4 * self.trained if self.trained <= CONCATENATED else 0
-        return joined + 2 * self.trained
 
     def gathered(self) -> int:
         """Parameters that ZeRO-3 has whole when the forward pass ends; in float32, whatever they are sent and computed in.

@@ -126,12 +126,14 @@ def _sequence(part: Part, work: Work, every: int, accumulation: int) -> tuple[in
 
 
 def _data(part: Part, accumulation: int) -> tuple[int, int]:
-    """Gradients summed and parameters gathered, by ZeRO stage, as DeepSpeed is told to."""
+    """Gradients summed and parameters gathered, by ZeRO stage: as DeepSpeed is told to, and as :mod:`..training.bf16` does."""
     ranks, trained, element = part.ranks, part.trained, 2 if part.bf16 else 4
     weights, gradients = part.whole_weights, element * trained
     buckets = -(-trained // part.bucket)
     if part.zero == 0:
         return ring(gradients, ranks, 2), buckets
+    if part.zero == 1 and part.bf16:  # each rank gets its part of the fp32 sums; a call for each group of parameters
+        return ring(4 * trained, ranks, 1) + ring(weights, ranks, 1), 4
     if part.zero == 1:
         return ring(gradients, ranks, 2) + ring(weights, ranks, 1), buckets + 2
     if part.zero == 2:  # reduced with every micro-batch

@@ -200,7 +200,7 @@ def test_refusals_name_the_limit() -> None:
 
 
 def test_bytes_by_hand() -> None:
-    """Data parallelism in bf16: gradients summed in bf16, new weights gathered. Tensor parallelism: four sums a block."""
+    """Data parallelism in bf16: parts of fp32 sums, then new weights. Tensor parallelism: four sums a block."""
     config, h100 = load_config("pile_150m", ["model.tpe=false", "model.lrpe=false"]), load_hardware("h100")
     parts = Parts(config)
     count = parts.of(Choice(1, 1, 1, 1, False), 1)[0].trained
