@@ -20,7 +20,7 @@ from .traffic import Moved, traffic
 # micro-batch: gradients added in float32, narrow ones zeroed.
 UPDATE_BYTES, GATHERED_BYTES = 28 + 12 + 8, 16
 # Where bf16's own optimiser steps: AdamW that clips, norm, new weights; a first gradient is copied, further ones are added.
-BF16_UPDATE_BYTES, COPIED_BYTES, ADDED_BYTES = 32 + 4 + 6, 8, 12
+BF16_UPDATE_BYTES, COPIED_BYTES, ADDED_BYTES = 32 + 4 + 6, 6, 10
 PASSES = 12  # over the residual stream in a block: residual sums forward and backward, gradients that are added up
 LANE = 64  # features of a head are padded to a multiple
 

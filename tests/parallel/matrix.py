@@ -179,11 +179,13 @@ CASES = [
     Case(tensor=2, pipeline=2, variant="masked"),
     Case(tensor=2, sequence=2, shared=True, variant="masked"),
     Case(data=2, zero=3, precision="bf16"),
+    Case(data=2, precision="bf16"),
     Case(data=2, zero=2, precision="bf16"),
     Case(tensor=2, precision="bf16"),
     Case(tensor=2, shared=True, variant="rms norm", precision="bf16"),
     Case(pipeline=2, precision="bf16"),
     Case(sequence=2, precision="bf16"),
+    Case(pipeline=2, data=2, precision="bf16"),
     Case(tensor=2, data=2, zero=3, precision="bf16"),
     Case(tensor=2, data=2, zero=3, shared=True, precision="bf16"),
 ]
