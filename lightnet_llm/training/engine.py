@@ -64,6 +64,9 @@ def _fp32_parameters_kept() -> Iterator[None]:
 @contextmanager
 def _modules_not_collected() -> Iterator[None]:
     """DeepSpeed collects garbage six times while it is built, and each time all that was imported is looked through."""
+    if gc.get_freeze_count():  # they are passed over already
+        yield
+        return
     gc.freeze()
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -51,6 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with uncollected():
             from .loop import run
+
+            gc.freeze()  # nor to look through them later, at DeepSpeed's start or at this process's end
 
         step = run(config, given.launched)
     except (UserError, DataError) as error:
