@@ -112,6 +112,7 @@ class _Replay(torch.autograd.Function):
             raise RuntimeError("a recorded function has no second derivative; call the function itself")
         pair, device, outputs = ctx.pair, upstream[0].device, len(upstream)
         saved = [*ctx.saved_tensors]  # which may compute them, and needs autograd for it
+        ctx.maybe_clear_saved_tensors()  # unless the graph is kept: the backward pass lets go of each after its last use
         with on_device(upstream[0]), torch._C._AutoDispatchBelowAutograd():
             saved = [*pair.forward(saved, device)] if ctx.again else [*upstream, *saved]
             saved[:outputs] = [_laid_out(x, stride) for x, stride in zip(upstream, pair.strides, strict=True)]

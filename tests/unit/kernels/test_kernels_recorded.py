@@ -1,5 +1,6 @@
 """A recorded function gives the bits of the function, forward and backward, for whatever tensors, or is simply run."""
 
+import itertools
 import sys
 
 import pytest
@@ -256,3 +257,41 @@ def test_recordings_are_few():
         for size in range(module.RECORDINGS + 5):
             recorded(lambda x, _: x + 1, [torch.ones(size + 1)], [], [None], "few")
     assert len(module._recordings) == module.RECORDINGS
+
+
+def peak(do):
+    """Most bytes that PyTorch held beyond those of the start."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        do()
+    events = [x for x in profile.profiler.kineto_results.events() if x.name() == "[memory]"]
+    return max(itertools.accumulate(x.nbytes() for x in sorted(events, key=lambda x: x.start_ns())))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_backward_pass_lets_go_of_each_saved_tensor(again):
+    """What comes last in it takes memory that what came first has given back."""
+
+    def run(x):
+        wide = x.repeat(8, 1)
+        narrow = (wide * wide).view(8, *x.shape).sum(0)
+        for _ in range(8):
+            narrow = narrow.sin()
+        return narrow
+
+    x = torch.randn(64, 4096, requires_grad=True)
+    grad = torch.ones_like(x)
+
+    def step(call):
+        return torch.autograd.grad(call(x), x, grad)[0]
+
+    def replay(x):
+        return recorded(run, [x], [], [], "memory", again)
+
+    wanted = step(run)
+    for _ in range(2):
+        step(replay)
+    assert torch.equal(step(replay), wanted) and len(pairs()) == 1
+    assert peak(lambda: step(replay)) < 1.03 * peak(lambda: step(run))
+    output = replay(x)
+    first, second = (torch.autograd.grad(output, x, grad, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, wanted) and torch.equal(second, wanted)
