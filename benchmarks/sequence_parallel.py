@@ -92,7 +92,7 @@ def rank_main(request: dict[str, Any]) -> dict[str, Any]:
     source, times, losses, norms, sent = batches(), [], [], [], []
     traffic = None if engine.clock.place is None else engine.clock.place.traffic
     for step in range(request["steps"]):
-        engine.set_rate(min(1.0, (step + 1) / request["warm_up"]))
+        engine.set_rate(min(1.0, (step + 1) / (request["warm_up"] or config.schedule.warmup_steps)))
         before = 0 if traffic is None else traffic.bytes
         if cuda:
             torch.cuda.synchronize()
@@ -219,8 +219,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="*", default=None)
     parser.add_argument("--steps", type=int, help="steps of each job (10)")
     parser.add_argument(
-        "--warm-up", type=int, help="steps in which the rate rises to 3e-4 (1; 100 for equal: at the full rate Adam's first "
-        "step is of the gradients' signs, and turns rounding of the smallest ones into differences of the loss)"
+        "--warm-up", type=int, help="steps in which the rate rises to 3e-4 (1; for equal the preset's own: Adam's first steps "
+        "are of the gradients' signs, and at a higher rate turn rounding of the smallest ones into differences of the loss)"
     )  # fmt: skip
     parser.add_argument("--recompute", type=int, default=1, help="parallel.recompute_every (1)")
     parser.add_argument("--exchange", default="auto", help="parallel.sequence_exchange")
@@ -230,7 +230,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="JSON file")
     arguments = parser.parse_args()
     arguments.ranks = arguments.ranks or {"weak": [1, 2], "equal": [1, 2], "train": [2]}.get(arguments.kind, [1])
-    arguments.warm_up = arguments.warm_up or (100 if arguments.kind == "equal" else 1)
+    arguments.warm_up = arguments.warm_up or (0 if arguments.kind == "equal" else 1)
     rows = {"weak": weak, "longest": longest, "train": train, "equal": equal}[arguments.kind](arguments)
     keep(arguments, rows)  # with the comparisons that follow
     return int(any("failed" in row for row in rows) and arguments.kind != "longest")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 
 import click
@@ -50,7 +51,14 @@ class _Verbs(click.Group):
             sys.exit(1)
 
 
+def _to_standard_error(record: logging.LogRecord) -> bool:
+    click.echo(record.getMessage(), err=True)
+    return False
+
+
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="lightnet-llm")
 def main() -> None:
     """Pretraining of LightNet, linear attention with additive decay."""
+    # DeepSpeed logs to standard output, as soon as it is imported; that is for results.
+    logging.getLogger("DeepSpeed").addFilter(_to_standard_error)

@@ -26,4 +26,4 @@ CASES = [
 def test_count(preset: str, count: int) -> None:
     result = CliRunner().invoke(main, ["train", preset, "--dry-run", "--json", "--gpus", "1", "train.micro_batch=1"])
     assert result.exit_code == 0, result.output
-    assert json.loads(result.output)["parameters"] == count
+    assert json.loads(result.stdout)["parameters"] == count
