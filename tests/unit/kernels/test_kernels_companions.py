@@ -3,36 +3,20 @@
 As in test_kernels_triton.py, the interpreter needs a process of its own.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from lightnet_kernels import add_norm, gated_norm, norm, swiglu
 from torch.utils.checkpoint import checkpoint
 
 from . import companion_table as table
+from .interpreter import inside, outside, run_inside
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="run by test_table_under_the_interpreter")
-outside = pytest.mark.skipif(INSIDE, reason="this is the inner run")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @outside
 def test_table_under_the_interpreter():
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    run_inside(__file__)
 
 
 @outside

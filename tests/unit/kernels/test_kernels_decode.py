@@ -1,18 +1,13 @@
 """Decoding one token at a time, against the scan of the whole sequence in float64."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from lightnet_kernels import ScanState, ToeplitzState, additive_scan, identity_state, toeplitz_scan
 from lightnet_kernels.decode import BLOCK, DecodeState, decode_state, decode_step, scan_state, toeplitz_step
 
+from .interpreter import INSIDE, outside, run_inside
 from .kernel_oracle import make, relative
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-3}
 BACKENDS = ["triton"] if INSIDE else ["torch"]
 
@@ -75,19 +70,9 @@ def check_toeplitz_step(batch, steps, channels, rank, dtype, device, backend):
     assert relative(state.hidden.cpu().double(), last.hidden) < 1e-5 and torch.equal(state.length.cpu(), last.length)
 
 
+@outside
 def test_table_under_the_interpreter():
-    if INSIDE:
-        pytest.skip("this is the inner run")
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "step or fork", __file__],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    run_inside(__file__, "-k", "step or fork")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,9 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +14,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from . import companion_table as table
+from .interpreter import INSIDE, inside, outside, run_inside
 from .kernel_oracle import relative
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="run by test_table_under_the_interpreter")
-outside = pytest.mark.skipif(INSIDE, reason="this is the inner run")
 BACKEND = "triton" if INSIDE else "torch"
 REDUCTIONS = ["none", "sum"]
 
@@ -32,16 +27,7 @@ SHAPES = [(20, 24, 128, 50, 4096), (23, 16, 64, 64, 8), (7, 12, 256, 3, 1), (1, 
 
 @outside
 def test_table_under_the_interpreter():
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    run_inside(__file__)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

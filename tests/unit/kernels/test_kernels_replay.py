@@ -2,8 +2,6 @@
 
 import gc
 import itertools
-import os
-import subprocess
 import sys
 import weakref
 
@@ -17,8 +15,7 @@ from lightnet_kernels import triton_replay
 from lightnet_kernels.recording import Recording
 from lightnet_kernels.triton_replay import replayed
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="run by test_table_under_the_interpreter")
+from .interpreter import inside, outside, run_inside
 
 
 @pytest.fixture(autouse=True)
@@ -176,15 +173,9 @@ def test_recordings_are_few():
     assert len(triton_replay._recordings) == triton_replay.RECORDINGS
 
 
-@pytest.mark.skipif(INSIDE, reason="this is the inner run")
+@outside
 def test_table_under_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    run_inside(__file__)
 
 
 def scan(seed, causal, theta, bounds=None, state=False):

@@ -4,11 +4,7 @@ TRITON_INTERPRET must be set before triton is imported, which other tests of thi
 in a process of its own.
 """
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,23 +17,13 @@ from tests.gpu import test_scan as on_card
 
 from . import kernel_oracle as oracle
 from . import triton_table as table
+from .interpreter import INSIDE, inside, outside, run_inside
 from .kernel_oracle import make, relative
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="run by test_table_under_the_interpreter")
 
-
-@pytest.mark.skipif(INSIDE, reason="this is the inner run")
+@outside
 def test_table_under_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    run_inside(__file__)
 
 
 @pytest.mark.skipif(INSIDE, reason="the interpreter takes CPU tensors")

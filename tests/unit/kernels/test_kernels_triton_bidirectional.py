@@ -3,35 +3,21 @@
 TRITON_INTERPRET must be set before triton is imported: the table runs in a process of its own.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from lightnet_kernels import ScanState, additive_scan
 
 pytest.importorskip("triton")
 from . import bidirectional_table as table
+from .interpreter import INSIDE, inside, outside, run_inside
 from .kernel_oracle import make, relative
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="run by test_table_under_the_interpreter")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-@pytest.mark.skipif(INSIDE, reason="this is the inner run")
+@outside
 def test_table_under_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    run_inside(__file__, "-x")
 
 
 @pytest.mark.skipif(INSIDE, reason="the interpreter takes CPU tensors")

@@ -1,19 +1,13 @@
 """The Triton backend of the Toeplitz scan under Triton's interpreter; tests/gpu/test_toeplitz.py has larger sizes."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from lightnet_kernels import ToeplitzState, toeplitz_scan
 
 pytest.importorskip("triton")
+from .interpreter import INSIDE, inside, outside, run_inside
 from .kernel_oracle import relative
 
-INSIDE = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INSIDE, reason="run by test_table_under_the_interpreter")
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (5e-3, 1e-2), torch.float16: (5e-3, 1e-2)}
 
 
@@ -54,17 +48,9 @@ def check(
     assert states is False or torch.equal(length, wanted_length)
 
 
-@pytest.mark.skipif(INSIDE, reason="this is the inner run")
+@outside
 def test_table_under_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    run_inside(__file__)
 
 
 @pytest.mark.skipif(INSIDE, reason="the interpreter takes CPU tensors")
