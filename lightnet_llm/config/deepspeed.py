@@ -21,8 +21,10 @@ _OWNED = {
     "torch_autocast": "train.precision",
     "zero_optimization.stage": "parallel.zero_stage",
 }
+# What DeepSpeed would have done to gradients that bf16 runs average by themselves (training/bf16.py).
+_AVERAGES = ("gradient_allreduce_op", "communication_data_type", "prescale_gradients", "gradient_predivide_factor")
 # Stage 3 gathers and frees a block as a whole: a hook at each of its modules costs the host more than a card computes in it.
-GATHERED_TOGETHER = ("lightnet_llm.models.block.Block", "lightnet_llm.models.modulation.ModulatedBlock")
+GATHERED_TOGETHER = ("lightnet_llm.models.block.Block",)
 PREFETCHED = 50_000_000  # elements that DeepSpeed gathers ahead of use
 NO_CLIP = 1e30  # large enough never to act; DeepSpeed computes the gradient norm only where it clips
 
@@ -49,6 +51,10 @@ def deepspeed_config(config: RunConfig, data_parallel: int, sequence_parallel: i
     for key in given:
         if key in _OWNED:
             raise UserError(f"deepspeed.{key} is derived; set {_OWNED[key]} instead")
+        if key in _AVERAGES and config.train.precision == "bf16" and effective_zero_stage(config) == 1:
+            raise UserError(
+                f"deepspeed.{key} has no effect in bf16 at ZeRO 0 and 1, which average gradients in fp32; remove it"
+            )
     micro = config.train.micro_batch
     batch = config.train.global_batch
     derived: dict[str, Any] = {

@@ -171,13 +171,16 @@ def _draw(
     stays = parameter.device == device and parameter.dtype == dtype
     plain = device.type == "cpu" and dtype == torch.float32 and parameter.is_contiguous()
     if stays and plain and parameter.shape == spec.shape:
-        spec.fill(_generator(seed, name), parameter)
+        full = spec.fill(_generator(seed, name), parameter)
+        if full is not parameter:  # a fill that makes a tensor of its own
+            parameter.copy_(full)
         return
     full = spec.fill(_generator(seed, name), scratch.of(spec.shape))
     part = shard(full, spec, tuple(parameter.shape), tensor_rank)
     if stays:
         parameter.copy_(part)
     else:
+        assert part.shape == parameter.shape, f"{name}: declared as {tuple(spec.shape)}, is {tuple(parameter.shape)}"
         parameter.data = part.to(device, dtype, copy=True)  # the memory that it had is given back untouched
 
 

@@ -328,6 +328,8 @@ class Engine:
         path, _ = self.engine.load_checkpoint(str(folder), tag="engine")
         if path is None:
             raise RuntimeError(f"{folder}: DeepSpeed loaded nothing")
+        if hasattr(self.engine.optimizer, "clip_grad"):  # it takes the saved run's
+            self.engine.optimizer.clip_grad = self.engine.gradient_clipping()
 
     def load_universal(self, folder: Path, step: int, samples: int) -> None:
         """Restore weights and optimiser from a universal form, whatever layout it was made from.

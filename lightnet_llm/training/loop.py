@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightnet_data.errors import DataError
 
 from ..config.run import RunConfig
 from ..errors import UserError
@@ -274,9 +276,10 @@ def run(config: RunConfig, launched: bool = False) -> int:
         signal.signal(number, lambda *_: setattr(trainer, "interrupted", True))
     try:
         trainer.train()
-    except UserError as error:
-        trainer.note_unheard()
-        if error.shared:  # all ranks are here: a checkpoint that is being written is worth finishing
+    except (UserError, DataError) as error:
+        with contextlib.suppress(Exception):  # what went wrong counts, not what it leads to
+            trainer.note_unheard()
+        if getattr(error, "shared", False):  # all ranks are here: a checkpoint that is being written is worth finishing
             watch.progress.begin("save")  # it may take longer than a step
             trainer.saver.wait()
         raise

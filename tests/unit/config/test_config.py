@@ -67,6 +67,10 @@ MISTAKES = [
     (["model.axes=2"], "a causal model has one axis"),
     (["model.dropout=1.0"], "model.dropout"),
     (["optimizer.betas=[0.9,1.0]"], "must lie in [0, 1)"),
+    (
+        ["train.precision=bf16", "deepspeed.prescale_gradients=true"],
+        "deepspeed.prescale_gradients has no effect in bf16 at ZeRO 0 and 1",
+    ),
     (["deepspeed.fp16.enabled=true"], "deepspeed.fp16 is derived; set train.precision instead"),
     (["deepspeed.zero_optimization.stage=3"], "set parallel.zero_stage instead"),
     (["x"], "override 'x' is not of the form key=value"),
