@@ -31,8 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed|megatron")
 
     # NCCL's flight recorder: the watchdog dumps it, to say which collective a device is in.
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
-        os.environ.setdefault(name, "2000")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 
     with uncollected():
         from lightnet_data.errors import DataError
