@@ -17,6 +17,7 @@ import datetime
 import json
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 import planner  # noqa: E402  (benchmarks/planner.py, beside this file)
 import sequence_parallel  # noqa: E402
+from jobs import side_by_side  # noqa: E402
 
 from tests.parallel.matrix import HEADER, Case, Matrix, line  # noqa: E402
 
@@ -90,41 +92,61 @@ def growing(gpus: int) -> dict[str, planner.Case]:
     return {**weak, **strong}
 
 
+def keep(given: argparse.Namespace, rows: list[Any], good: bool | None = None) -> None:
+    """What is known so far: a part that is cut off leaves it; ``good`` is None until it ends."""
+    if not (given.output and rows):
+        return
+    import torch
+
+    given.output.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "part": given.part, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "gpus": given.gpus, "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__, "arguments": sys.argv[1:], "good": good, "rows": rows,
+    }  # fmt: skip
+    (given.output / f"eight-gpus-{given.part}.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
 def parity(given: argparse.Namespace) -> tuple[list[Any], bool]:
-    """Losses and gradient norms of every layout within the matrix's bounds."""
+    """Losses and gradient norms of every layout within the matrix's bounds, four layouts at a time."""
     from tests.conftest import Ranks, write_tiny
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     print("\n".join(HEADER), flush=True)
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(4) as pool:
         matrix = Matrix(Ranks(), write_tiny(Path(temporary)), Path(temporary))
-        for case in layouts(given.gpus):
-            found = matrix.run(case)
+        for found in pool.map(matrix.run, layouts(given.gpus)):
             print(line(found), flush=True)
-            rows.append({"layout": case.name, "loss": found.loss, "grad_norm": found.norm, "problem": found.problem})
+            row = {"layout": found.case.name, "loss": found.loss, "grad_norm": found.norm, "problem": found.problem}
+            rows.append(row)
+            keep(given, rows)
     return rows, not any(row["problem"] for row in rows)
 
 
 def jobs(given: argparse.Namespace, cases: dict[str, planner.Case]) -> tuple[list[Any], bool]:
-    """Run each beside what the planner says of it."""
-    rows: list[dict[str, Any]] = []
-    for name, case in cases.items():
-        predicted = planner.predict(case, given.figures, given.gpu)
-        measured = planner.measure(case, list(range(case.ranks)))
+    """Run each beside what the planner says of it, as many at a time as there are cards for."""
+    rows: dict[str, dict[str, Any]] = {}
+
+    def one(name: str, cards: list[int]) -> None:
+        case = cases[name]
+        predicted, measured = planner.predict(case, given.figures, given.gpu), planner.measure(case, cards)
         row = {"name": name, "ranks": case.ranks, "overrides": case.overrides(), "predicted": predicted}
-        rows.append({**row, "measured": measured})
+        rows[name] = {**row, "measured": measured}
         if "failed" in measured:
             print(f"{name}: {measured['failed']}", flush=True)
-            continue
-        seconds, most = measured["step_seconds"], max(measured["allocated_bytes"])
-        rows[-1]["tokens_per_second"] = case.batch * case.length / seconds
-        print(
-            f"{name}: {rows[-1]['tokens_per_second']:,.0f} tokens/s, {1e3 * seconds:.0f} ms a step "
-            f"(predicted {1e3 * predicted['step_seconds']:.0f}), {most / 1e9:.1f} GB (predicted "
-            f"{predicted['allocated_bytes'] / 1e9:.1f})",
-            flush=True,
-        )
-    return rows, not any("failed" in row["measured"] for row in rows)
+        else:
+            seconds, most = measured["step_seconds"], max(measured["allocated_bytes"])
+            rows[name]["tokens_per_second"] = case.batch * case.length / seconds
+            print(
+                f"{name}: {rows[name]['tokens_per_second']:,.0f} tokens/s, {1e3 * seconds:.0f} ms a step "
+                f"(predicted {1e3 * predicted['step_seconds']:.0f}), {most / 1e9:.1f} GB (predicted "
+                f"{predicted['allocated_bytes'] / 1e9:.1f})",
+                flush=True,
+            )
+        keep(given, list(rows.values()))
+
+    side_by_side({name: case.ranks for name, case in cases.items()}, one)
+    return [rows[name] for name in cases], not any("failed" in row["measured"] for row in rows.values())
 
 
 def speed(given: argparse.Namespace) -> tuple[list[Any], bool]:
@@ -136,7 +158,9 @@ def scaling(given: argparse.Namespace) -> tuple[list[Any], bool]:
     """Tokens a second from one card to all."""
     rows, good = jobs(given, growing(given.gpus))
     first = {
-        row["name"].split()[0]: row["tokens_per_second"] for row in rows if row["ranks"] == 1 and "failed" not in row
+        row["name"].split()[0]: row["tokens_per_second"]
+        for row in rows
+        if row["ranks"] == 1 and "tokens_per_second" in row
     }
     for row in rows:
         kind = row["name"].split()[0]
@@ -216,14 +240,7 @@ def main() -> int:
     if given.gpus not in (2, 4, 8):
         parser.error(f"--gpus {given.gpus}: there are layouts for 2, 4 and 8")
     rows, good = PARTS[given.part](given)
-    if given.output and rows:
-        given.output.mkdir(parents=True, exist_ok=True)
-        facts = {
-            "part": given.part, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "gpus": given.gpus, "card": torch.cuda.get_device_name(), "torch": torch.__version__,
-            "arguments": sys.argv[1:], "good": good, "rows": rows,
-        }  # fmt: skip
-        (given.output / f"eight-gpus-{given.part}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    keep(given, rows, good)
     return int(not good)
 
 
