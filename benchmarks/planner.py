@@ -1,7 +1,7 @@
 """`lightnet plan` held against real runs: memory and step time, predicted beside measured.
 
     python benchmarks/planner.py predict                      what is predicted, without a GPU; --output FILE keeps it
-    python benchmarks/planner.py run --output FILE            every case that this machine has cards for; under 8 minutes on two
+    python benchmarks/planner.py run --output FILE            every case that this machine has cards for
     python benchmarks/planner.py run --only 1b 1b-tensor      some of them
     python benchmarks/planner.py run --ranks 2                those of two cards
     python benchmarks/planner.py run --figures calibration.json --against benchmarks/planner-predicted-DATE.json
