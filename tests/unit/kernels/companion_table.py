@@ -6,6 +6,7 @@ Everything is measured against formulas of their own in float64 on the same roun
 import torch
 import torch.nn.functional as F
 from lightnet_kernels import add_norm, gated_norm, linear_cross_entropy, norm, swiglu
+from torch.utils.checkpoint import checkpoint
 
 from .kernel_oracle import relative
 
@@ -17,6 +18,17 @@ KINDS = ["srms", "rms", "layer"]
 def draw(*shape, seed=0, dtype=torch.float32, device="cpu"):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+
+
+def check_compiled_and_checkpointed(call, leaves):
+    """The same bits, output and gradients, by torch.compile without a break and under activation checkpointing."""
+    results = []
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for run in (call, compiled, lambda *x: checkpoint(call, *x, use_reentrant=False)):
+        y = run(*leaves)
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
 def definition(x, weight, bias, kind, eps):

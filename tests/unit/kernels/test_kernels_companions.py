@@ -6,7 +6,6 @@ As in test_kernels_triton.py, the interpreter needs a process of its own.
 import pytest
 import torch
 from lightnet_kernels import add_norm, gated_norm, norm, swiglu
-from torch.utils.checkpoint import checkpoint
 
 from . import companion_table as table
 from .interpreter import inside, outside, run_inside
@@ -181,14 +180,7 @@ def calls():
 @pytest.mark.parametrize("name", calls())
 def test_compile_and_checkpoint(name):
     leaves = [table.draw(6, 2, 24, seed=i).requires_grad_() for i in range(2)]
-    call = calls()[name]
-    results = []
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    for run in (call, compiled, lambda *x: checkpoint(call, *x, use_reentrant=False)):
-        y = run(*leaves)
-        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
-    for other in results[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+    table.check_compiled_and_checkpointed(calls()[name], leaves)
 
 
 @inside

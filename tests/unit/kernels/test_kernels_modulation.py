@@ -3,7 +3,6 @@
 import pytest
 import torch
 from lightnet_kernels import gated_add, gated_add_norm, modulated_norm
-from torch.utils.checkpoint import checkpoint
 
 from . import companion_table
 from . import modulation_table as table
@@ -122,13 +121,7 @@ def calls():
 def test_compile_and_checkpoint(name):
     leaves = [companion_table.draw(2, 5, 24, seed=i).requires_grad_() for i in range(2)]
     leaves += [companion_table.draw(2, 24, seed=i).requires_grad_() for i in range(3)]
-    call, results = calls()[name], []
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    for run in (call, compiled, lambda *x: checkpoint(call, *x, use_reentrant=False)):
-        y = run(*leaves)
-        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
-    for other in results[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+    companion_table.check_compiled_and_checkpointed(calls()[name], leaves)
 
 
 @inside
