@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightnet_llm.errors import UserError
 from lightnet_llm.models import CausalLM, ForwardContext, ModelState
-from lightnet_llm.models.decoding import select_rows
+from lightnet_llm.models.decoding import join_rows, select_rows
 
 from .heldout import default_batch_tokens
 from .prefixes import Group, group
@@ -19,7 +19,9 @@ from .ranks import Ranks
 
 LOGITS_AT_ONCE = 1 << 19, 1 << 25  # elements, on the CPU (what its caches hold) and on a GPU
 BATCH_TOKENS = 2048  # on a CPU: states of short segments take more memory than their tokens
-STATE_BYTES = (2 << 30, 16 << 30)  # of states held at once, on the CPU and on a GPU
+STATE_BYTES = (1 << 30, 8 << 30)  # of the states of a window of requests, on the CPU and on a GPU
+PARTS = 8  # windows for each of several ranks, so that they end together
+WINDOW = 32  # forward passes whose segments are put in order of length together
 
 
 class Request(NamedTuple):
@@ -79,18 +81,19 @@ def likelihoods(
     unique = list(wanted)
     groups = group([request.tokens for request in unique], limit)
     total = sum(_size(item, unique) for item in groups)
-    share = min(limit, max(1, -(-total // ranks.size)))  # few requests: a part for every rank
+    share = min(WINDOW * limit, max(1, -(-total // (PARTS if ranks.size > 1 else 1) // ranks.size)))
     states = max(8, STATE_BYTES[device.type == "cuda"] // _state_bytes(model))
 
     def own_part() -> dict[int, tuple[float, bool]]:
         mine: dict[int, tuple[float, bool]] = {}
-        for batch in _batches(groups, unique, share, states)[ranks.rank :: ranks.size]:
-            if len(batch) == 1 and _size(batch[0], unique) > limit:
-                scores = _carried(model, batch[0], unique, limit)
+        for window in _windows(groups, unique, share, states)[ranks.rank :: ranks.size]:
+            members = [index for item in window for index in item.members]
+            count = sum(len(wanted[unique[index]]) for index in members)
+            report = _Shares(sum(_size(item, unique) for item in window), count, progress)
+            if len(window) == 1 and _size(window[0], unique) > limit:
+                mine |= _carried(model, window[0], unique, limit, report)
             else:
-                scores = _packed(model, batch, unique)
-            mine |= scores
-            progress(sum(len(wanted[unique[index]]) for index in scores))
+                mine |= _packed(model, window, unique, limit, report)
         return mine
 
     for part in ranks.share(own_part):
@@ -122,19 +125,33 @@ def _size(item: Group, unique: list[Request]) -> int:
     return item.shared + sum(len(unique[index].tokens) - 1 - item.shared for index in item.members)
 
 
-def _batches(groups: list[Group], unique: list[Request], limit: int, states: int) -> list[list[Group]]:
+def _windows(groups: list[Group], unique: list[Request], limit: int, states: int) -> list[list[Group]]:
     """Groups of up to ``limit`` tokens and ``states`` states together, a longer one alone; those that share nothing apart."""
-    batches: list[list[Group]] = []
+    windows: list[list[Group]] = []
     for kind in ([item for item in groups if item.shared], [item for item in groups if not item.shared]):
         filled, held = limit, 0
         for item in kind:
-            size, count = _size(item, unique), len(item.members) + 1 if item.shared else 0
+            size, count = _size(item, unique), 1 if item.shared else 0
             if filled + size > limit or held + count > states:
-                batches.append([])
+                windows.append([])
                 filled = held = 0
-            batches[-1].append(item)
+            windows[-1].append(item)
             filled, held = filled + size, held + count
-    return batches
+    return windows
+
+
+class _Shares:
+    """Reports requests as done by the share of their tokens that was read."""
+
+    def __init__(self, tokens: int, requests: int, progress: Callable[[int], Any]) -> None:
+        self.tokens, self.requests, self.progress = tokens, requests, progress
+        self.read = self.told = 0
+
+    def __call__(self, tokens: int) -> None:
+        self.read += tokens
+        now = self.requests * self.read // max(self.tokens, 1)
+        self.progress(now - self.told)
+        self.told = now
 
 
 def _state_bytes(model: CausalLM) -> int:
@@ -144,32 +161,44 @@ def _state_bytes(model: CausalLM) -> int:
     return 4 * (config.layers * scan + (config.width * config.tpe_rank if config.tpe else 0))
 
 
-def _packed(model: CausalLM, batch: list[Group], unique: list[Request]) -> dict[int, tuple[float, bool]]:
-    """A pass over all shared beginnings and one over all the rests, each from its beginning's state; or one over groups
-    that share nothing."""
-    trunks, rests = _Pass(), _Pass()
-    rest_of: list[tuple[int, int, int]] = []
-    # Segments by length, as scans order them: states then need not be put in order and back.
-    for item in sorted(batch, key=lambda item: -item.shared):
-        begin, trunk, shared = len(trunks.ids), len(trunks.bounds) - 1, item.shared
-        if shared:
-            trunks.add(unique[item.members[0]].tokens[:shared])
+def _packed(
+    model: CausalLM, window: list[Group], unique: list[Request], limit: int, report: Callable[[int], Any]
+) -> dict[int, tuple[float, bool]]:
+    """Passes over all shared beginnings and then over all the rests, each from its beginning's state; or over requests
+    that share nothing. In each kind the longest come first: a pass over segments of nearly one length pads little."""
+    scores, states = _Scores(), []
+    rests: list[tuple[int, int, int]] = []  # request, tokens it shares, row of their state
+    beginnings = sorted((item for item in window if item.shared), key=lambda item: -item.shared)
+    further = any(len(unique[index].tokens) - 1 > item.shared for item in beginnings for index in item.members)
+    packed = _Pass()
+    for row, item in enumerate(beginnings):
+        if packed.ids and len(packed.ids) + item.shared > limit:
+            states.append(packed.run(model, None, further, scores, report))
+            packed = _Pass()
+        begin = len(packed.ids)
+        packed.add(unique[item.members[0]].tokens[: item.shared])
         for index in item.members:
             tokens, start = unique[index]
-            if start <= shared:
-                trunks.want(begin + start - 1, tokens[start : shared + 1], index)
-            if len(tokens) - 1 > shared:
-                rest_of.append((index, shared, trunk))
-    for index, shared, trunk in sorted(rest_of, key=lambda rest: rest[1] - len(unique[rest[0]].tokens)):
+            if start <= item.shared:
+                packed.want(begin + start - 1, tokens[start : item.shared + 1], index)
+            rests.append((index, item.shared, row))
+    if packed.ids:
+        states.append(packed.run(model, None, further, scores, report))
+    state = join_rows([each for each in states if each is not None]) if further else None
+    rests += [(index, 0, -1) for item in window if not item.shared for index in item.members]
+    packed = _Pass()
+    for index, shared, row in sorted(rests, key=lambda rest: rest[1] - len(unique[rest[0]].tokens)):
         tokens, start = unique[index]
-        inside = max(start, shared + 1)
-        rests.want(len(rests.ids) + inside - 1 - shared, tokens[inside:], index)
-        rests.add(tokens[shared:-1], trunk)
-    scores = _Scores()
-    state = None
-    for packed in (trunks, rests):
-        if packed.ids:
-            state = packed.run(model, state, packed is trunks and bool(rests.ids), scores)
+        size, inside = len(tokens) - 1 - shared, max(start, shared + 1)
+        if not size:
+            continue
+        if packed.ids and len(packed.ids) + size > limit:
+            packed.run(model, state, False, scores, report)
+            packed = _Pass()
+        packed.want(len(packed.ids) + inside - 1 - shared, tokens[inside:], index)
+        packed.add(tokens[shared:-1], row)
+    if packed.ids:
+        packed.run(model, state, False, scores, report)
     return scores.sums()
 
 
@@ -219,7 +248,14 @@ class _Pass:
         self.tokens.extend(tokens)
         self.requests.extend([request] * len(tokens))
 
-    def run(self, model: CausalLM, before: ModelState | None, return_state: bool, scores: _Scores) -> ModelState | None:
+    def run(
+        self,
+        model: CausalLM,
+        before: ModelState | None,
+        return_state: bool,
+        scores: _Scores,
+        report: Callable[[int], Any],
+    ) -> ModelState | None:
         """Read the segments and predict; the states after them where asked for."""
         device = next(model.parameters()).device
         if before is not None:
@@ -230,10 +266,13 @@ class _Pass:
         if self.places:
             scores.requests += self.requests
             scores.parts.append(_predictions(model, hidden, self.places, self.tokens))
+        report(len(self.ids))
         return after
 
 
-def _carried(model: CausalLM, item: Group, unique: list[Request], limit: int) -> dict[int, tuple[float, bool]]:
+def _carried(
+    model: CausalLM, item: Group, unique: list[Request], limit: int, report: Callable[[int], Any]
+) -> dict[int, tuple[float, bool]]:
     """A single request longer than a pass, piece by piece."""
     (index,) = item.members
     tokens, start = unique[index]
@@ -247,6 +286,7 @@ def _carried(model: CausalLM, item: Group, unique: list[Request], limit: int) ->
             scores.requests += [index] * len(places)
             wanted = [place - begin for place in places], tokens[places.start + 1 : places.stop + 1]
             scores.parts.append(_predictions(model, hidden, *wanted))
+        report(hidden.shape[1])
     return scores.sums()
 
 

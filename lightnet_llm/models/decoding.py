@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from lightnet_kernels import ToeplitzState
 from lightnet_kernels.decode import DecodeState, decode_state, scan_state
 from torch import Tensor
@@ -50,3 +52,17 @@ def select_rows(state: ModelState, index: Tensor) -> ModelState:
         return part._replace(**{name: value.index_select(0, index.to(value.device)) for name, value in fields.items()})
 
     return ModelState(None if state.tpe is None else chosen(state.tpe), tuple(map(chosen, state.layers)))
+
+
+def join_rows(states: Sequence[ModelState]) -> ModelState:
+    """All rows of some states of one form, in order: a copy, unless there is only one."""
+    if len(states) == 1:
+        return states[0]
+
+    def joined(*parts: Any) -> Any:
+        fields = [name for name in parts[0]._fields if name not in TABLES]
+        return parts[0]._replace(**{name: torch.cat([getattr(part, name) for part in parts]) for name in fields})
+
+    tpe = None if states[0].tpe is None else joined(*(state.tpe for state in states))
+    layers = zip(*(state.layers for state in states), strict=True)
+    return ModelState(tpe, tuple(joined(*parts) for parts in layers))

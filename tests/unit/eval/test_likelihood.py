@@ -77,6 +77,23 @@ def test_scores_are_those_of_one_request_at_a_time(
     check(likelihoods(loaded.model, requests[chosen], batch_tokens), truth[chosen])
 
 
+@pytest.mark.parametrize(("window", "state_bytes"), [(1, 1 << 30), (3, 1 << 30), (1000, 0)])
+def test_windows_and_the_states_they_hold_do_not_matter(
+    loaded: Loaded,
+    requests: list[Request],
+    truth: list[Likelihood],
+    monkeypatch: pytest.MonkeyPatch,
+    window: int,
+    state_bytes: int,
+) -> None:
+    monkeypatch.setattr("lightnet_eval.likelihood.WINDOW", window)
+    monkeypatch.setattr("lightnet_eval.likelihood.STATE_BYTES", (state_bytes, state_bytes))
+    told: list[int] = []
+    check(likelihoods(loaded.model, requests, 210, progress=told.append), truth)
+    scored = sum(request.start < len(request.tokens) for request in requests)
+    assert sum(told) == scored and min(told) >= 0 and sum(map(bool, told)) > 3, told
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_order_does_not_matter(loaded: Loaded, requests: list[Request], truth: list[Likelihood], seed: int) -> None:
     order = list(range(len(requests)))
