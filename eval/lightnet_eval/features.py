@@ -21,6 +21,7 @@ from lightnet_llm.inference.load import choose_device
 
 from .distances import NEIGHBOUR, Moments, class_score, frechet, precision_recall
 from .images import load_classifier
+from .inception import inception_of
 
 Pixels = NDArray[np.uint8]
 SPATIAL = 7  # channels whose places sFID looks at (Nash et al. 2021: the first seven)
@@ -57,25 +58,41 @@ class FeatureNet(NamedTuple):
 
 
 def open_net(path: str | Path, device: str | None = None) -> FeatureNet:
-    """A TorchScript file, taken for Inception, or a run (or a checkpoint) of an image classifier.
+    """Inception's weights, a TorchScript file, taken for Inception, or a run (or a checkpoint) of an image classifier.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or weights are of another net.
     """
     path = Path(path)
     if path.is_dir():
         return _classifier(path, device)
     if not path.is_file():
-        raise UserError(f"--features {path}: no such file or folder; name a run of a classifier, or a TorchScript file")
+        raise UserError(f"--features {path}: no such file or folder; name a run of a classifier, or Inception's file")
     place = choose_device(device)
     try:
         net = torch.jit.load(str(path), map_location=place).eval()
-    except RuntimeError as error:
-        raise UserError(
-            f"--features {path}: not a TorchScript file ({str(error).splitlines()[0][:100]}); weights alone do not say "
-            "what net they are of: save it with torch.jit.save"
-        ) from None
+    except RuntimeError:
+        return FeatureNet(path.name, True, _weighted(path, place))
     return FeatureNet(path.name, True, _scripted(net, str(path), place))
+
+
+def _weighted(path: Path, device: torch.device) -> Callable[[Pixels], Seen]:
+    """The net of 2015 with weights of the files published with pytorch-fid and torch-fidelity: see ``inception``."""
+    try:
+        net = inception_of(torch.load(path, map_location="cpu", weights_only=True)).to(device)
+    except Exception as error:  # torch.load raises RuntimeError, UnpicklingError, EOFError, ValueError and others
+        said = str(error) if type(error) is ValueError else "neither TorchScript nor tensors saved with torch.save"
+        raise UserError(
+            f"--features {path}: {said}; wanted: weights of the Inception net of 2015 by torchvision's names (1,008 classes, "
+            "as published with pytorch-fid), another net by torch.jit.save, or a classifier's run"
+        ) from None
+
+    @torch.no_grad()
+    def see(pixels: Pixels) -> Seen:
+        given = net(torch.from_numpy(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))).to(device))
+        return Seen(given.features, given.spatial, given.logits.softmax(1))
+
+    return see
 
 
 def _scripted(net: Any, path: str, device: torch.device) -> Callable[[Pixels], Seen]:

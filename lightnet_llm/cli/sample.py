@@ -32,7 +32,7 @@ from .output import replacing, writable
     "--reference", metavar="DIR|NPZ", help="Real images, DIR[/SPLIT]: also say how far from them all classes are."
 )
 @click.option(
-    "--features", metavar="RUN|FILE", help="With --reference: a classifier's run, or Inception in TorchScript."
+    "--features", metavar="RUN|FILE", help="With --reference: a classifier's run, or a file of Inception."
 )
 @click.option("--figures", metavar="FILE", help="With --reference: the figures as JSON.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")

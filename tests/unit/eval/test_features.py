@@ -151,7 +151,7 @@ def test_the_command(runs: tuple[Path, Path, str], tmp_path: Path) -> None:
     assert Image.open(tmp_path / "x.png").size == (8 * 14 - 2, 3 * 18 - 2)
     for more, words in (
         (["--features", str(tmp_path / "none")], "no such file or folder"),
-        (["--features", str(tmp_path / "x.json")], "not a TorchScript file"),
+        (["--features", str(tmp_path / "x.json")], "neither TorchScript nor tensors"),
         (["--features", str(denoiser)], "holds a denoiser"),
         (["--reference", str(tmp_path)], "name a folder of lightnet data images"),
         (["--per-class", "1", "--reference", data], "too few to compare"),
