@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import Any
 
@@ -31,9 +32,7 @@ from .output import replacing, writable
 @click.option(
     "--reference", metavar="DIR|NPZ", help="Real images, DIR[/SPLIT]: also say how far from them all classes are."
 )
-@click.option(
-    "--features", metavar="RUN|FILE", help="With --reference: a classifier's run, or a file of Inception."
-)
+@click.option("--features", metavar="RUN|FILE", help="With --reference: a classifier's run, or a file of Inception.")
 @click.option("--figures", metavar="FILE", help="With --reference: the figures as JSON.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
 def sample(
@@ -73,6 +72,8 @@ def sample(
 
     place = _Place()
     picture, arrays, table = writable("--output", output), writable("--npz", npz), writable("--figures", figures)
+    if not math.isfinite(guidance):
+        raise UserError(f"--guidance {guidance}: must be a number, 1 for none")
     if (reference is None) != (features is None) or (figures is not None and reference is None):
         raise UserError("--reference, --features go together, and --figures with both; give what is missing")
     loaded = images.load_denoiser(checkpoint, device or place.device, dtype, weights)
@@ -92,6 +93,7 @@ def sample(
     prediction = loaded.config.diffusion.prediction
     how = images.Sampler(sampler, steps, guidance, seed, clip=not latent, prediction=prediction)
     how.scheduler()
+    coder = None if vae is None else images.open_vae(vae, image.channels, loaded.model.head.weight.device)
     against = None
     if reference is not None and features is not None and not place.rank:  # before the work: it may not be there
         against = _Against(reference, features, device or place.device)
@@ -101,8 +103,8 @@ def sample(
         total=steps * len(mine), file=sys.stderr, leave=False, delay=1, desc="sample", disable=place.rank > 0
     ) as bar:
         drawn = images.draw(loaded.model, mine, how, batch_size, size_of(size, image.patch), bar.update)
-    if vae is not None and mine:
-        drawn = images.decode(drawn, vae, loaded.latents, loaded.model.head.weight.device)
+    if coder is not None and mine:
+        drawn = images.decode(drawn, coder, loaded.latents)
     if not torch.isfinite(drawn).all():
         raise UserError(
             f"{checkpoint}: step {loaded.step} draws what is not finite; try --dtype fp32, another --guidance or step"

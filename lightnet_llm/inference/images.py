@@ -188,34 +188,41 @@ def draw(
     return torch.cat(found)
 
 
-def decode(
-    latents: Tensor, vae: str | Path, facts: dict[str, Any], device: torch.device, batch_size: int = 8
-) -> Tensor:
-    """Scaled latents to pixels in [-1, 1], float32, by diffusers' AutoencoderKL in a folder.
+def open_vae(path: str | Path, channels: int, device: torch.device) -> Any:
+    """diffusers' AutoencoderKL in a folder.
 
     Args:
-        latents: float32 [B, C, h, w].
-        facts: scaling_factor and shift_factor of what the model was trained on.
+        channels: of the latents it is to decode.
 
     Raises:
         UserError: the folder holds none, or one of other channels.
     """
     from diffusers import AutoencoderKL
 
+    if not (Path(path) / "config.json").is_file():
+        raise UserError(f"--vae {path}: no config.json; name the folder of a diffusers AutoencoderKL")
     try:
-        coder = AutoencoderKL.from_pretrained(str(vae), local_files_only=True).to(device).eval()
-    except (OSError, ValueError) as error:
-        raise UserError(f"--vae {vae}: holds no AutoencoderKL ({str(error).splitlines()[0][:120]})") from None
-    if coder.config.latent_channels != latents.shape[1]:
-        raise UserError(
-            f"--vae {vae}: has {coder.config.latent_channels} latent channels, the model {latents.shape[1]}"
-        )
+        coder = AutoencoderKL.from_pretrained(str(path), local_files_only=True).to(device).eval()
+    except Exception as error:  # diffusers raises OSError, ValueError, RuntimeError and others
+        reason = " ".join(str(error).split())[:120]
+        raise UserError(f"--vae {path}: holds no AutoencoderKL ({reason})") from None
+    if coder.config.latent_channels != channels:
+        raise UserError(f"--vae {path}: has {coder.config.latent_channels} latent channels, the model {channels}")
+    return coder
+
+
+@torch.no_grad()
+def decode(latents: Tensor, coder: Any, facts: dict[str, Any], batch_size: int = 8) -> Tensor:
+    """Scaled latents to pixels in [-1, 1], float32 on the CPU.
+
+    Args:
+        latents: float32 [B, C, h, w].
+        coder: of :func:`open_vae`.
+        facts: scaling_factor and shift_factor of what the model was trained on.
+    """
     scale, shift = float(facts["scaling_factor"]), float(facts["shift_factor"])
-    with torch.no_grad():
-        parts = [
-            coder.decode(part.to(device) / scale + shift).sample.float().cpu() for part in latents.split(batch_size)
-        ]
-    return torch.cat(parts)
+    parts = latents.split(batch_size)
+    return torch.cat([coder.decode(part.to(coder.device) / scale + shift).sample.float().cpu() for part in parts])
 
 
 def as_pixels(images: Tensor) -> NDArray[np.uint8]:

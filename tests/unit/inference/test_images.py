@@ -14,7 +14,8 @@ from lightnet_llm.cli import main
 from lightnet_llm.cli.sample import _Place
 from lightnet_llm.config import ModelConfig, dump_config, validate
 from lightnet_llm.errors import UserError
-from lightnet_llm.inference.images import Sampler, as_pixels, decode, draw, grid, load_denoiser
+from lightnet_llm.inference import images
+from lightnet_llm.inference.images import Sampler, as_pixels, decode, draw, grid, load_denoiser, open_vae
 from lightnet_llm.models import Denoiser, diffusion, initialize
 from tests.parallel.images import write_denoiser
 from tests.unit.inference.toy import save
@@ -160,6 +161,7 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
         (["--output", "nowhere/x.png"], "nowhere/x.png: cannot be written"),
         (["--weights", "ema"], "holds no exponential average"),
         (["--vae", "."], "draws pixels, which no VAE decodes; leave out --vae"),
+        (["--guidance", "nan"], "--guidance nan: must be a number"),
     ],
 )
 def test_what_is_refused_in_one_line(arguments: list[str], words: str, run: Path, tmp_path: Path) -> None:
@@ -176,7 +178,7 @@ def test_latents_are_scaled_as_the_checkpoint_says(latent_run: tuple[Path, Path]
     loaded = load_denoiser(path, "cpu")
     assert loaded.classes == list("vwxyz") and loaded.latents["scaling_factor"] == 2.0
     latents = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    found = decode(latents, vae, loaded.latents, torch.device("cpu"), batch_size=2)
+    found = decode(latents, open_vae(vae, 3, torch.device("cpu")), loaded.latents, batch_size=2)
     with torch.no_grad():
         wanted = AutoencoderKL.from_pretrained(vae).decode(latents / 2.0 - 1.0).sample
     torch.testing.assert_close(found, wanted)
@@ -190,6 +192,31 @@ def test_the_checkpoint_says_that_it_draws_latents(latent_run: tuple[Path, Path]
     assert result.exit_code == 1 and "draws latents; name the folder" in result.stderr
     result = CliRunner().invoke(main, [*common, "--vae", str(vae)])
     assert result.exit_code == 0 and Image.open(tmp_path / "x.png").size == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, "no config.json; name the folder of a diffusers AutoencoderKL"),
+        ("no JSON", "holds no AutoencoderKL"),
+        ("{}", "holds no AutoencoderKL"),
+        ({"latent_channels": 4}, "has 4 latent channels, the model 3"),
+    ],
+)
+def test_a_vae_is_looked_at_before_anything_is_drawn(
+    config: Any, words: str, latent_run: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers import AutoencoderKL
+
+    (tmp_path / "vae").mkdir()
+    if isinstance(config, dict):
+        AutoencoderKL(norm_num_groups=4, block_out_channels=(4,), **config).save_pretrained(tmp_path / "vae")
+    elif config is not None:
+        (tmp_path / "vae" / "config.json").write_text(config)
+    monkeypatch.setattr(images, "draw", None)
+    command = ["sample", str(latent_run[0]), "--output", str(tmp_path / "x.png"), "--vae", str(tmp_path / "vae")]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1 and words in result.stderr and result.stderr.count("\n") == 1, result.output
 
 
 def test_files_are_written_whole_or_not_at_all(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
