@@ -132,10 +132,14 @@ def _alone(final: Path) -> Iterator[None]:
     """One conversion to a target at a time.
 
     Raises:
-        UserError: another is going on, or has just made it.
+        UserError: another is going on, or has just made it, or nothing can be written there.
     """
     path = final.absolute().with_name(f".{final.absolute().name}.lock")
-    with path.open("a") as file:
+    try:
+        opened = path.open("a")
+    except OSError as error:
+        raise UserError(f"{final}: cannot be written ({error.strerror}); name a folder elsewhere") from None
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

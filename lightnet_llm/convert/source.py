@@ -30,6 +30,7 @@ from .tokenizer import Vocabulary, beside
 
 TRAINING = "training"  # folder inside an exported one: what training needs and Transformers does not
 INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # of weights, as safetensors names them
 
 
 class Reader(Protocol):
@@ -196,8 +197,11 @@ class Files:
 class Pickled:
     """Weights of a pickled file that was read weights-only; memory-mapped."""
 
-    def __init__(self, tensors: dict[str, Tensor]):
+    def __init__(self, path: Path, tensors: dict[str, Tensor]):
         self.tensors = tensors
+        for name, tensor in tensors.items():
+            if tensor.dtype not in DTYPES.values():
+                raise _numbers(path, name, str(tensor.dtype).removeprefix("torch."))
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     def read(self, name: str) -> Tensor:
@@ -208,11 +212,22 @@ class Pickled:
 def _shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(path, framework="pt") as reader:
-            return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
+            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
+            for name, held in slices.items():
+                if held.get_dtype() not in DTYPES:
+                    raise _numbers(path, name, held.get_dtype())
+            return {name: tuple(held.get_shape()) for name, held in slices.items()}
     except FileNotFoundError:
         raise UserError(f"{path}: missing, so this is half a checkpoint; copy the folder again as a whole") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({error}); copy it again") from None
+
+
+def _numbers(path: Path, name: str, dtype: str) -> UserError:
+    """What an integer, a quantised or an fp64 tensor gets."""
+    return UserError(
+        f"{path}: '{name}' holds {dtype} numbers; weights are {', '.join(DTYPES)}: convert it where it is from"
+    )
 
 
 def _open_training(path: Path, trust_pickle: bool, which: str) -> Source:
@@ -247,12 +262,16 @@ def _open_hugging_face(path: Path, trust_pickle: bool) -> Source:
         raise UserError(f"{path / 'config.json'}: names another architecture ({found}); only lightnet is converted")
     kept = {name: value for name, value in tree.items() if name in ModelConfig.model_fields}
     labels = tree.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # Transformers leaves its default out
+    if not isinstance(labels, dict) or sorted(labels) != sorted(map(str, range(len(labels)))):
+        raise UserError(
+            f"{path / 'config.json'}: 'id2label' does not name classes 0 to {len(labels) - 1}; copy the folder again"
+        )
     if kept.get("head") == "sequence_classifier":
         kept["classes"] = len(labels)
     elif tree.get("image_size") is not None:
         fields = {"size": "image_size", "patch": "patch_size", "channels": "num_channels"}
         kept["image"] = {name: tree.get(other) for name, other in fields.items()} | {"classes": len(labels)}
-    names = [str(labels[key]) for key in sorted(labels, key=int)]
+    names = [str(labels[str(number)]) for number in range(len(labels))]
     model = validate_as(ModelConfig, kept, str(path / "config.json"))
     weights = _hugging_face_weights(path, trust_pickle)
     written, facts = path / TRAINING / "config.yaml", {}
@@ -295,9 +314,15 @@ def _hugging_face_weights(path: Path, trust_pickle: bool) -> Reader:
         )
     try:
         tensors = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError) as error:
-        raise UserError(f"{pickled}: not loaded, it is damaged or holds more than weights ({_line(error)})") from None
-    return Pickled(dict(_named(path, tensors)))
+    except pickle.UnpicklingError:  # whose own words are how to run it all the same
+        raise UserError(
+            f"{pickled}: not loaded, it is damaged or holds more than weights; ask for safetensors"
+        ) from None
+    except (RuntimeError, OSError, EOFError) as error:
+        raise UserError(f"{pickled}: not loaded, it is damaged ({_line(error)}); copy it again") from None
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise UserError(f"{pickled}: holds something else than tensors by name; save the model's state_dict alone")
+    return Pickled(pickled, dict(_named(path, tensors)))
 
 
 def _named(path: Path, found: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -236,7 +236,14 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         _edit("model.safetensors", lambda t: t.update({WEIGHT: t[WEIGHT][:-1]})),
         r"is \[44, 32\].*needs \[45, 32\]",
     ),
+    "integers": (
+        _edit("model.safetensors", lambda t: t.update({WEIGHT: t[WEIGHT].to(torch.int8)})),
+        "holds I8 numbers",
+    ),
+    "double": (_edit("model.safetensors", lambda t: t.update({WEIGHT: t[WEIGHT].double()})), "holds F64 numbers"),
     "architecture": (_edit("config.json", lambda t: t.update(model_type="llama")), "another architecture"),
+    "labels": (_edit("config.json", lambda t: t.update(id2label=["a", "b"])), "does not name classes 0 to 1"),
+    "gap": (_edit("config.json", lambda t: t.update(id2label={"0": "a", "2": "b"})), "does not name classes 0 to 1"),
     "config": (_edit("config.json", lambda t: t.update(heads=5)), "must divide"),
     "cut": (_cut, "copy it again"),
     "no_weights": (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),
@@ -262,8 +269,20 @@ def test_trusted_pickles_hold_weights_only(tmp_path: Path) -> None:
     _pickle(folder)
     convert(folder, tmp_path / "again", "hf", trust_pickle=True)
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == wanted
-    torch.save({"model.embedding.weight": _Evil()}, folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match="more than weights"):
+    integers = {"model.embedding.weight": torch.zeros(2, dtype=torch.int32)}
+    for held, words in (
+        ({"model.embedding.weight": _Evil()}, "more than weights; ask for safetensors"),
+        ([torch.zeros(2)], "something else than tensors by name"),
+        ({"model": {"model.embedding.weight": torch.zeros(2)}}, "something else than tensors by name"),
+        ({"step": 3}, "something else than tensors by name"),
+        (integers, "holds int32 numbers"),
+    ):
+        torch.save(held, folder / "pytorch_model.bin")
+        with pytest.raises(UserError, match=words) as error:
+            convert(folder, tmp_path / "no", "hf", trust_pickle=True)
+        assert "\n" not in str(error.value) and "weights_only" not in str(error.value)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match="damaged"):
         convert(folder, tmp_path / "no", "hf", trust_pickle=True)
 
 
@@ -301,6 +320,7 @@ def test_bad_checkpoints_and_arguments(tmp_path: Path) -> None:
         ((run, tmp_path / "out", "onnx"), "must be one of hf"),
         ((run, run, "hf"), "never overwritten"),
         ((run, tmp_path / "a" / "b", "hf"), "does not exist"),
+        ((run, Path("/proc/out"), "hf"), "/proc/out: cannot be written"),
         ((tmp_path / "none", tmp_path / "out", "hf"), "does not exist"),
         ((tmp_path, tmp_path / "out", "hf"), "no whole checkpoint"),
         ((folder / "config.yaml", tmp_path / "out", "hf"), "is a file"),
