@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 # The CPU constraint file pins a CPU build of torch where there is no NVIDIA driver; with one, pip takes the CUDA build.
 CONSTRAINTS ?= $(if $(wildcard /proc/driver/nvidia/version),,-c constraints-cpu.txt)
 GLUE := --data data/sentences --rates 1e-3 --batch 32 --seeds 2
+# So few samples that eight tables of them take minutes of a laptop; with as many training images beside them.
+FEW := --per-class 15 --steps 20
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help install demo fashion-mnist emoji image-peers pixels sentences latents mini-pile eval-data test test-full test-system parity lint types check clean
@@ -57,17 +59,20 @@ pixels: fashion-mnist  ## a diffusion model of the same pictures, and how far it
 	$(BIN)/lightnet train diffuse/fashion_mnist train.resume=auto
 	$(BIN)/lightnet sample runs/fashion_mnist_pixels --sampler ddim --output runs/fashion_mnist_pixels/plain.png
 	$(BIN)/lightnet sample runs/fashion_mnist_pixels --sampler ddim --guidance 1.5 --output runs/fashion_mnist_pixels/guided.png
-	$(BIN)/python benchmarks/vision_samples.py runs/fashion_mnist_pixels --features runs/fashion_mnist
+	$(BIN)/python benchmarks/vision_samples.py runs/fashion_mnist_pixels --features runs/fashion_mnist $(FEW)
 	$(BIN)/lightnet report runs/fashion_mnist_pixels
 
-latents: install  ## the same in latents of a VAE trained on the pictures, too: runs/fashion_mnist_latents/report.html
-	$(BIN)/python -m lightnet_data.real_images fashion-mnist
+latents: fashion-mnist  ## the same in latents of a VAE trained on the pictures, too: runs/fashion_mnist_latents/report.html
 	test -d data/fashion-mnist-vae || $(BIN)/lightnet data vae data/fashion-mnist --size 28 --output data/fashion-mnist-vae
 	test -d data/fashion-mnist-latents || $(BIN)/lightnet data latents data/fashion-mnist --vae data/fashion-mnist-vae \
 	    --size 28 --no-flip --output data/fashion-mnist-latents
 	$(BIN)/lightnet train diffuse/fashion_mnist_latents train.resume=auto
 	$(BIN)/lightnet sample runs/fashion_mnist_latents --vae data/fashion-mnist-vae --sampler ddim \
 	    --output runs/fashion_mnist_latents/plain.png
+	$(BIN)/lightnet sample runs/fashion_mnist_latents --vae data/fashion-mnist-vae --sampler ddim --guidance 1.5 \
+	    --output runs/fashion_mnist_latents/guided.png
+	$(BIN)/python benchmarks/vision_samples.py runs/fashion_mnist_latents --vae data/fashion-mnist-vae \
+	    --images data/fashion-mnist --features runs/fashion_mnist $(FEW)
 	$(BIN)/lightnet report runs/fashion_mnist_latents
 
 sentences: install mini-pile  ## a masked language model, and passages told apart with and without it: runs/mini_pile/report.html

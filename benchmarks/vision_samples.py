@@ -1,9 +1,12 @@
 """How far a denoiser's samples are from held-out images, checkpoint by checkpoint, without guidance and with it.
 
     python benchmarks/vision_samples.py runs/fashion_mnist_pixels --features runs/fashion_mnist --output FILE.json
+    python benchmarks/vision_samples.py runs/fashion_mnist_latents --vae data/fashion-mnist-vae --images data/fashion-mnist \
+        --features runs/fashion_mnist --output FILE.json
 
 Every checkpoint that the run keeps draws the same images (by seed, class and number) with DDIM. Beside them stands what as many
-real images of the training split reach: a distance of so few images is not 0 even of the same kind. A picture of it all goes to
+real images of the training split reach: a distance of so few images is not 0 even of the same kind; of latents also what these
+very images reach once the VAE has encoded and decoded them, the best that a denoiser can do. A picture of it all goes to
 RUN/distances.png, where ``lightnet report`` finds it.
 """
 
@@ -27,16 +30,28 @@ from lightnet_llm.inference import images
 
 
 def drawn_row(
-    checkpoint: Path, given: argparse.Namespace, guidance: float, net: Any, real: Any, weights: str | None
+    checkpoint: Path, given: argparse.Namespace, guidance: float, net: Any, real: Any, coder: Any
 ) -> dict[str, Any]:
     """Figures of one checkpoint at one guidance."""
-    loaded = images.load_denoiser(checkpoint, None, None, weights)
+    loaded = images.load_denoiser(checkpoint, None, None, given.weights)
     wanted = [(label, number) for label in range(len(loaded.classes)) for number in range(given.per_class)]
-    how = images.Sampler("ddim", given.steps, guidance, prediction=loaded.config.diffusion.prediction)
+    prediction = loaded.config.diffusion.prediction
+    how = images.Sampler("ddim", given.steps, guidance, clip=coder is None, prediction=prediction)
     began = time.perf_counter()
-    pixels = images.as_pixels(images.draw(loaded.model, wanted, how, 100))
+    drawn = images.draw(loaded.model, wanted, how, 100)
+    pixels = images.as_pixels(drawn if coder is None else images.decode(drawn, coder, loaded.latents, 100))
     row = {"step": loaded.step, "guidance": guidance, "seconds": round(time.perf_counter() - began, 1)}
     return {**row, **compare(net, look(net, batches(pixels)), real)}
+
+
+@torch.no_grad()
+def through(coder: Any, pixels: Any) -> Any:
+    """Pixels, uint8 [N, H, W, 3], encoded and decoded."""
+    found = []
+    for part in torch.from_numpy(pixels).split(100):
+        values = part.permute(0, 3, 1, 2).to(coder.device, torch.float32) / 127.5 - 1.0
+        found.append(coder.decode(coder.encode(values).latent_dist.mean).sample.cpu())
+    return images.as_pixels(torch.cat(found))
 
 
 def draw(rows: list[dict[str, Any]], floor: dict[str, Any], path: Path) -> None:
@@ -65,7 +80,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("run", type=Path)
     parser.add_argument("--features", required=True, help="As of lightnet sample.")
-    parser.add_argument("--reference", help="As of lightnet sample. [default: the held-out split of the run's data]")
+    parser.add_argument("--reference", help="As of lightnet sample. [default: the held-out split of the images]")
+    parser.add_argument(
+        "--images", help="Folder of the images; of latents those they were made of. [default: the run's]"
+    )
+    parser.add_argument("--vae", help="Of a run on latents, as of lightnet sample.")
     parser.add_argument("--per-class", type=int, default=50)
     parser.add_argument("--steps", type=int, default=50, help="Of DDIM.")
     parser.add_argument("--guidance", type=float, action="append", help="[default: 1 and 1.5]")
@@ -74,9 +93,16 @@ def main() -> None:
     given = parser.parse_args()
     checkpoints = sorted(path for path in (given.run / "checkpoints").glob("step_*") if path.is_dir())
     newest = images.load_denoiser(given.run)
-    config, folder = newest.config, str(newest.config.data.path)
+    config, folder = newest.config, given.images or str(newest.config.data.path)
     assert config.model.image is not None
-    shape = (config.model.image.size, config.augmentation.center_share)
+    if bool(newest.latents) != bool(given.vae and given.images):
+        parser.error("a run on latents wants --vae and --images, another one has none of them")
+    shape: tuple[Any, float | None] = (config.model.image.size, config.augmentation.center_share)
+    coder = None
+    if given.vae:
+        coder = images.open_vae(given.vae, config.model.image.channels, newest.model.head.weight.device)
+        factor = 2 ** (len(coder.config.block_out_channels) - 1)
+        shape = (tuple(side * factor for side in config.model.image.size), None)
     net = open_net(given.features)
     real = look(net, Reference(given.reference or folder, *shape))
     count = given.per_class * len(newest.classes)
@@ -84,10 +110,11 @@ def main() -> None:
     chosen = np.random.default_rng(0).permutation(train.count)[:count]
     pixels = np.stack([train.samples[int(i)]["image"].transpose(1, 2, 0) for i in chosen])
     floor = compare(net, look(net, batches(pixels)), real)
+    coded = None if coder is None else compare(net, look(net, batches(through(coder, pixels))), real)
     rows = []
     for checkpoint in checkpoints:
         for guidance in given.guidance or [1.0, 1.5]:
-            rows.append(drawn_row(checkpoint, given, guidance, net, real, given.weights))
+            rows.append(drawn_row(checkpoint, given, guidance, net, real, coder))
             shown = {k: round(v, 4) for k, v in rows[-1].items() if isinstance(v, (int, float))}
             print(json.dumps(shown), flush=True)
     draw(rows, floor, given.run / "distances.png")
@@ -95,6 +122,8 @@ def main() -> None:
         facts = {"run": str(given.run), "sampler": f"ddim, {given.steps} steps", "torch": torch.__version__}
         facts |= {"classes": len(sample_shards.class_names(folder)), "date": time.strftime("%Y-%m-%d")}
         facts |= {"training_images": floor, "rows": rows}
+        if coded is not None:
+            facts["training_images_through_the_vae"] = coded
         given.output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 

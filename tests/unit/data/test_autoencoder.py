@@ -1,6 +1,7 @@
 """``lightnet data vae``: a small VAE that learns, whose latents have the scale it says, and the whole latent path with it."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from lightnet_llm.cli import main
 from lightnet_llm.config import load_config
 from tests.conftest import Ranks
 from tests.parallel.images import write_classifier
+from tests.unit.eval.test_features import runs  # noqa: F401 - a fixture
+from tests.unit.eval.test_vision_benchmarks import script
 
 
 def run(*arguments: object) -> Result:
@@ -79,8 +82,15 @@ def test_its_latents_have_the_shape_that_is_asked_for(factor: int, width: int) -
     assert latent.shape == (2, 3, 16 // factor, 16 // factor) and model.decode(latent).sample.shape == (2, 3, 16, 16)
 
 
-def test_the_whole_latent_path(images: str, vae: tuple[Path, dict], tmp_path: Path, ranks: Ranks) -> None:
-    """Its latents are of mean 0 and deviation 1, a denoiser trains on them, and samples are decoded by it to pixels."""
+def test_the_whole_latent_path(
+    images: str,
+    vae: tuple[Path, dict],
+    runs: tuple[Path, Path, str],  # noqa: F811
+    tmp_path: Path,
+    ranks: Ranks,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its latents are of mean 0 and deviation 1, a denoiser trains on them, samples are decoded by it to pixels and compared."""
     result = run(
         "data", "latents", images, "--vae", vae[0], "--size", 16, "--device", "cpu", "--output", tmp_path / "latents"
     )
@@ -106,6 +116,16 @@ checkpoint: {{interval: 4}}
     result = run(*command, "--vae", vae[0], "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert np.load(out)["images"].shape == (6, 16, 16, 3) and Image.open(sheet).size == (2 * 18 - 2, 3 * 18 - 2)
+    common = ["x", str(where), "--features", str(runs[0]), "--per-class", "4", "--steps", "4", "--images", images]
+    monkeypatch.setattr(sys, "argv", [*common, "--output", str(tmp_path / "x.json"), "--vae", str(vae[0])])
+    script("vision_samples").main()
+    facts = json.loads((tmp_path / "x.json").read_text())
+    coded, floor = facts["training_images_through_the_vae"], facts["training_images"]
+    assert coded["images"] == 12 and coded["frechet_distance"] > floor["frechet_distance"]
+    assert [(row["step"], row["guidance"]) for row in facts["rows"]] == [(4, 1.0), (4, 1.5)]
+    monkeypatch.setattr(sys, "argv", common)
+    with pytest.raises(SystemExit):
+        script("vision_samples").main()
 
 
 def test_what_is_refused(images: str, vae: tuple[Path, dict], tmp_path: Path) -> None:
