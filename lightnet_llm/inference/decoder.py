@@ -9,18 +9,29 @@ from ..models import CausalLM, ForwardContext, ModelState
 from ..models.decoding import can_decode, select_rows, to_decode, to_scan
 from .cache import StateCache, read
 
+EAGER_STEPS = 3  # before a graph is captured: kernels are compiled, libraries set up, and short texts end
+
 
 class Decoder:
     """Reads one token a row at a time, on a state of its own that it changes in place.
 
+    On a GPU the step becomes a CUDA graph after some tokens: launching its kernels one by one takes the host many times
+    longer than a GPU needs to run them. The weights must stay where they are meanwhile.
+
     Args:
         state: what the model has read before, as a ``StateCache`` has it; it is copied.
+        graph: whether to capture; where the model is cut over ranks this is never done.
     """
 
-    def __init__(self, model: CausalLM, state: ModelState):
+    def __init__(self, model: CausalLM, state: ModelState, *, graph: bool = True):
         self.model = model
         self.in_place = can_decode(model)  # "no share" reads token by token with the scan
         self.state = to_decode(model, state) if self.in_place else state
+        self.device = next(model.parameters()).device
+        alone = model.layers_set.tensor_parallel == 1
+        self.can_capture = graph and self.in_place and alone and self.device.type == "cuda"
+        self.steps = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -29,14 +40,33 @@ class Decoder:
             reading = read(self.model, tokens[:, None], self.state)
             self.state = reading.state
             return reading.logits
+        ids = tokens.to(self.device)[:, None]
+        self.steps += 1
+        if not self.can_capture or self.steps <= EAGER_STEPS:
+            return self._step(ids)
+        if self.graph is None:
+            self._capture(ids)
+        assert self.graph is not None
+        self.ids.copy_(ids)
+        self.graph.replay()
+        return self.logits.clone()
+
+    def _step(self, ids: Tensor) -> Tensor:
+        """int64 [B, 1] to [B, V]."""
         model = self.model
-        ids = tokens.to(next(model.parameters()).device)[:, None]
         hidden, _ = model.hidden(ids, ForwardContext(decode=True), self.state)
         return model.layers_set.gather_logits(model.logits(hidden), model.config.vocab_size)[:, 0]
+
+    def _capture(self, ids: Tensor) -> None:
+        """What is captured does not run: the state stays as it is."""
+        self.graph, self.ids = torch.cuda.CUDAGraph(), ids.clone()
+        with torch.cuda.device(self.device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.logits = self._step(self.ids)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with the named rows only, int64 [R]."""
         self.state = select_rows(self.state, rows)
+        self.graph, self.steps = None, 0
 
     def cache(self, logits: Tensor) -> StateCache:
         """A copy of the state after the last token read, with the logits that it gave."""

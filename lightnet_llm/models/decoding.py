@@ -28,8 +28,13 @@ def to_decode(model: CausalLM, state: ModelState) -> ModelState:
         attention: Any = block.attention
         theta = None if attention.lrpe is None else attention.lrpe()
         layers.append(decode_state(layer, theta, attention.qkv.weight.dtype))
-    tpe = None if state.tpe is None else ToeplitzState(*(x.clone() for x in state.tpe))
+    # What a scan leaves may be strided; what is changed in place may not.
+    tpe = None if state.tpe is None else ToeplitzState(*(_contiguous_copy(x) for x in state.tpe))
     return ModelState(tpe, tuple(layers))
+
+
+def _contiguous_copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def to_scan(state: ModelState) -> ModelState:

@@ -158,6 +158,18 @@ def test_state_and_work_per_token_do_not_grow(loaded: Loaded) -> None:
     assert size(long) == before
 
 
+def test_decoding_goes_on_from_a_strided_state(loaded: Loaded) -> None:
+    """As a GPU's scan leaves it."""
+    state = read(loaded.model, tokens(2, 20)).state
+    hidden = state.tpe.hidden
+    strided = hidden.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    assert not strided.is_contiguous()
+    decoders = [Decoder(loaded.model, state._replace(tpe=state.tpe._replace(hidden=x))) for x in (hidden, strided)]
+    for token in range(3):
+        one, other = (decoder(torch.tensor([2 + token, 9])) for decoder in decoders)
+        assert torch.equal(one, other)
+
+
 class Work(TorchDispatchMode):
     """Every operation that runs, with the shapes of what it reads and writes."""
 
