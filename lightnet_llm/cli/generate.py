@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import UserError
+from .output import replacing, writable
 
 if TYPE_CHECKING:
     from ..inference import Loaded, Sampling
@@ -134,11 +135,11 @@ def generate(
         if value and not fits:
             goes = "--prompt or --prompt-file" if name.endswith("state") else "--prompts"
             raise UserError(f"{name} goes with {goes}")
-    if save_state is not None and not Path(save_state).absolute().parent.is_dir():
-        raise UserError(f"--save-state {save_state}: cannot be written, there is no such folder; name one that exists")
+    writable("--save-state", save_state)
+    target = writable("--output", output)
     if prompts is not None:
         texts = _prompts(prompts)
-        _many(load_model(checkpoint, device, dtype, weights), texts, max_tokens, sampling, stop, batch_size, output)
+        _many(load_model(checkpoint, device, dtype, weights), texts, max_tokens, sampling, stop, batch_size, target)
     elif interactive:
         _ask(load_model(checkpoint, device, dtype, weights), max_tokens, sampling)
     else:
@@ -208,7 +209,7 @@ def _many(
     sampling: Sampling,
     stop: tuple[str, ...],
     batch_size: int,
-    output: str | None,
+    target: Path | None,
 ) -> None:
     """All prompts in batches, and a JSON line for each, in their order."""
     from tqdm import tqdm
@@ -218,15 +219,6 @@ def _many(
 
     tokenizer = require_tokenizer(loaded)
     ids = [after_document_end(tokenizer.encode(text), tokenizer.eod_id) for text in texts]
-    partial: Path | None = None
-    if output is not None:
-        partial = Path(output).with_name(f".{Path(output).name}.partial")
-        try:  # before the work, not after it
-            if Path(output).is_dir():
-                raise IsADirectoryError(0, "is a folder")
-            partial.touch()
-        except OSError as error:
-            raise UserError(f"--output {output}: cannot be written ({error.strerror}); name a file") from None
     with tqdm(total=len(ids), file=sys.stderr, delay=1, leave=False, desc="generate") as bar:
         found = complete(
             loaded.model, tokenizer, ids, max_tokens, sampling, stop=stop, batch_size=batch_size, progress=bar.update
@@ -235,9 +227,9 @@ def _many(
     for text, prompt_ids, item in zip(texts, ids, found, strict=True):
         facts = {"prompt": text, "text": item.text, "prompt_tokens": len(prompt_ids), "ids": item.ids, "end": item.end}
         lines.append(json.dumps(facts, ensure_ascii=False) + "\n")
-    if partial is not None and output is not None:
-        partial.write_text("".join(lines), encoding="utf-8")
-        partial.replace(output)
+    if target is not None:
+        with replacing(target) as partial:
+            partial.write_text("".join(lines), encoding="utf-8")
     else:
         sys.stdout.buffer.write("".join(lines).encode())
         sys.stdout.buffer.flush()

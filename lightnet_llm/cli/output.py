@@ -14,13 +14,14 @@ def writable(option: str, given: str | None) -> Path | None:
     """The file that ``option`` names.
 
     Raises:
-        UserError: it is a folder, or in none that is there and can be written to.
+        UserError: it is a folder or a device, or in no folder that is there and can be written to.
     """
     if given is None:
         return None
     target = Path(given)
     folder = target.absolute().parent
-    if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    special = target.exists() and not target.is_file()  # a device would be replaced by the file
+    if special or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"{option} {given}: cannot be written; name a file in an existing folder")
     return target
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,10 +66,15 @@ class StateCache(NamedTuple):
         for name, part in _parts(self.state):
             tensors |= {f"{name}.{field}": value.contiguous() for field, value in part._asdict().items()}
         facts = {"format": FORMAT, "version": "1", "model": fingerprint(model), "layers": str(len(self.state.layers))}
-        try:
-            save_file(tensors, path, facts)
+        partial = Path(path).with_name(f".{Path(path).name}.partial")
+        try:  # an older state stays until this one is whole
+            save_file(tensors, partial, facts)
+            partial.replace(path)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path}: cannot be written ({error}); name a file in an existing folder") from None
+        finally:
+            with suppress(OSError):
+                partial.unlink()
 
     @classmethod
     def load(cls, path: str | Path, model: CausalLM) -> StateCache:

@@ -1,5 +1,6 @@
 """``lightnet generate`` beyond one prompt: files of prompts, states kept, what is typed."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from lightnet_llm.cli import main
-from lightnet_llm.inference import Loaded, Sampling, TextStream, complete
+from lightnet_llm.inference import Loaded, Sampling, TextStream, cache, complete
 
 
 def command(*arguments: str, **options: str) -> tuple[int, str, str]:
@@ -47,6 +48,31 @@ def test_a_kept_state_stands_for_its_text(run: Path, tmp_path: Path) -> None:
     assert code == 0 and first[:-1] + rest == whole, err
 
 
+def test_what_cannot_be_written_leaves_what_was_there(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: object, *_: object, **__: object) -> None:
+        with Path(str(path)).open("wb") as file:
+            file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    prompts, answers, state = tmp_path / "p.txt", tmp_path / "answers", tmp_path / "state"
+    prompts.write_text("the sea\n")
+    answers.write_text("older\n")
+    assert command(str(run), "--prompt", "the", "--max-tokens", "1", "--save-state", str(state))[0] == 0
+    older = state.read_bytes()
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(cache, "save_file", lambda tensors, path, facts: full(path))
+    for arguments in (
+        ["--prompts", str(prompts), "--output", str(answers)],
+        ["--prompt", "a", "--save-state", str(state)],
+    ):
+        code, _, err = command(str(run), *arguments, "--max-tokens", "2")
+        assert code == 1 and "No space left on device" in err and err.count("\n") == 1, err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers", "p.txt", "state"]
+    assert answers.read_bytes() == b"older\n" and state.read_bytes() == older
+
+
 def test_typed_prompts_go_on_the_text(run: Path, loaded: Loaded) -> None:
     options = ["--interactive", "--max-tokens", "6", "--greedy"]
     code, out, _ = command(str(run), *options, input="the sea\n ship\n\nthe sea\n")
@@ -72,6 +98,7 @@ def test_typed_prompts_go_on_the_text(run: Path, loaded: Loaded) -> None:
         (["--interactive", "--save-state", "y"], "--save-state goes with --prompt"),
         (["--prompt", "x", "--state", "/nowhere/state"], "/nowhere/state: no such file"),
         (["--prompt", "x", "--save-state", "/nowhere/state"], "--save-state /nowhere/state: cannot be written"),
+        (["--prompts", "p", "--output", "/dev/null"], "--output /dev/null: cannot be written"),
     ],
 )
 def test_errors_are_one_line(run: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
