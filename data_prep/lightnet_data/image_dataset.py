@@ -27,6 +27,7 @@ NUMBERS = {
     "timestep": "timesteps",
 }
 AUGMENTATION, LATENT, MIXING, NOISE = range(4)  # streams of draws
+FURTHEST = 100.0  # a scaled latent has deviation 1: what reaches further is of another scale, or damaged
 
 
 class _Samples(torch.utils.data.Dataset[Sample]):
@@ -151,7 +152,7 @@ class LatentSamples(_Samples):
             latent: float32 [C, h, w]. label: its class. number: in the split. sample_id: the position.
 
         Raises:
-            DataError: a shard is missing or changed.
+            DataError: a shard is missing or changed, or the latent's scale is far from the noise's.
         """
         epoch, number = self.place(position)
         draws = Draws(self.seed, epoch, number, LATENT)
@@ -159,6 +160,11 @@ class LatentSamples(_Samples):
         mean, logvar = self.stored(number)[int(mirrored)].astype(np.float32)
         latent = mean + np.exp(0.5 * logvar) * draws.normals(mean.shape)
         scaled = (latent - np.float32(self.shift_factor)) * np.float32(self.scaling_factor)
+        if not (furthest := float(np.abs(scaled).max())) <= FURTHEST:
+            raise DataError(
+                f"{self.store.where(number)}: sample {number} reaches {furthest:.4g} when scaled, where noise has deviation 1; "
+                "copy it again, or correct the VAE's scaling_factor and make the latents again"
+            )
         label = int(self.store.labels[number])
         return {"latent": scaled, "label": label, "number": number, "sample_id": operator.index(position)}
 

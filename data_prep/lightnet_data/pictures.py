@@ -21,7 +21,7 @@ JPEG_QUALITY = 95
 
 
 class BadImage(ValueError):
-    """``kind``: "corrupt", "channels" or "tiny"; the message says more."""
+    """``kind``: "corrupt", "channels", "frames" or "tiny"; the message says more."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -83,7 +83,7 @@ def check(data: bytes, convert: bool = False, min_size: int = 16, resize: int | 
     if min(width, height) < min_size:
         raise BadImage("tiny", f"{width} x {height} pixels, smaller than {min_size}")
     if getattr(opened, "n_frames", 1) > 1:
-        raise BadImage("channels", f"{opened.n_frames} frames, not one image")
+        raise BadImage("frames", f"{opened.n_frames} frames, not one image")
     if opened.mode != "RGB" and not convert:
         raise BadImage("channels", f"{_CHANNELS.get(opened.mode, 'other channels')} (mode {opened.mode}), not RGB")
     extension = EXTENSIONS.get(opened.format)

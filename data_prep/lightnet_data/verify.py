@@ -11,7 +11,7 @@ from lightnet_data import manifest, sample_shards
 from lightnet_data.errors import DataError
 
 CHUNK_BYTES = 1 << 24  # a multiple of every token size
-COPY_AGAIN = "copy it again or run lightnet prep"
+COPY_AGAIN = "copy it again or make the folder again"
 Progress = Callable[[int], Any]
 
 

@@ -175,6 +175,12 @@ def test_resized(tmp_path: Path) -> None:
     assert content["a/s.png"] in stored(tmp_path / "out", "train")
 
 
+def film() -> bytes:
+    frames, buffer = [Image.new("RGB", (20, 20), color) for color in ("red", "blue")], io.BytesIO()
+    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:])
+    return buffer.getvalue()
+
+
 BAD = {
     "cut": (picture(0)[:-60], "corrupt", "cannot be decoded"),
     "no image": (b"words", "corrupt", "cannot be decoded (cannot identify image file)"),
@@ -183,6 +189,7 @@ BAD = {
     "transparent": (picture(0, mode="RGBA"), "channels", "4 channels (mode RGBA)"),
     "CMYK": (picture(0, mode="CMYK", kind="JPEG"), "channels", "4 channels (mode CMYK)"),
     "tiny": (picture(0, (15, 40)), "tiny", "15 x 40 pixels, smaller than 16"),
+    "film": (film(), "frames", "2 frames, not one image; mend it, or leave"),
 }
 
 
