@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from lightnet_llm.checkpoint.store import resolve
+from lightnet_llm.checkpoint.weights import AVERAGE, FOLDER, load_weights
 from tests.conftest import Ranks, read_metrics, steps_of
 
 FIELDS = ("loss", "grad_norm", "samples", "batch_checksum")
@@ -83,6 +85,25 @@ def test_a_mean_of_means_is_seen(
 def test_steps_without_a_label_count_nothing(overrides: list[str], ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     rows = ranks.train(2, tiny, [*MASKED, *overrides, "train.steps=2"], tmp_path, "run", "hide_nothing")
     assert [row[:2] for row in steps_of(rows, *FIELDS).values()] == [(0.0, 0.0)] * 2
+
+
+def test_resumed_is_the_same_to_the_bit(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    """Masks, moments and the average of weights."""
+    overrides = [
+        *MASKED,
+        "train.resume=auto",
+        "model.dropout=0.1",
+        "train.ema=0.9",
+        "train.steps=8",
+        "checkpoint.interval=0",
+    ]
+    whole = ranks.train(2, tiny, overrides, tmp_path, "whole")
+    ranks.train(2, tiny, [*overrides, "train.stop_at_step=3"], tmp_path, "pieces")
+    ranks.train(2, tiny, overrides, tmp_path, "pieces")
+    assert steps_of(read_metrics(tmp_path / "pieces"), *FIELDS) == steps_of(whole, *FIELDS)
+    for kind in (FOLDER, AVERAGE):
+        mine, theirs = (load_weights(resolve(tmp_path / run, print), kind) for run in ("pieces", "whole"))
+        assert mine.keys() == theirs.keys() and all(mine[name].equal(x) for name, x in theirs.items()), kind
 
 
 def test_resumed_and_moved_and_validated(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:

@@ -55,6 +55,33 @@ def test_bidirectional_on_grids(sizes, prefix, backend):
     assert oracle.relative(output, results[1][0]) < 1e-5
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("sizes", [(70,), (8, 9), (3, 4, 6)])
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_tokens_in_another_order_with_their_coordinates_give_that_order(sizes, prefix, backend):
+    """Output and gradients; that coordinates matter at all is seen by leaving them in place."""
+    coordinates = torch.cat([torch.zeros(prefix, len(sizes), dtype=torch.int64), grid(*sizes)])
+    inputs = oracle.make(2, len(coordinates), 2, 12, 8)
+    inputs["theta"] = torch.rand(2, 12, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    order = torch.randperm(len(coordinates), generator=torch.Generator().manual_seed(5))
+
+    def run(tokens, places):
+        leaves = {
+            name: x if name == "theta" else x[:, tokens] for name, x in oracle.cast(inputs, torch.float64).items()
+        }
+        leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
+        output = additive_scan(**leaves, coordinates=places, causal=False, backend=backend)
+        upstream = torch.linspace(-1, 1, len(tokens), dtype=torch.float64)[tokens, None, None]
+        return [output, *torch.autograd.grad((output.sin() * upstream).sum(), list(leaves.values()))]
+
+    still = run(torch.arange(len(order)), coordinates)
+    moved = run(order, coordinates[order])
+    for one, other in zip(moved[:-1], still[:-1], strict=True):
+        assert oracle.relative(one, other[:, order]) < 1e-10
+    assert oracle.relative(moved[-1], still[-1]) < 1e-10
+    assert oracle.relative(run(order, coordinates)[0], still[0][:, order]) > 1e-2
+
+
 @pytest.mark.parametrize("options", [{}, {"cu_seqlens": torch.tensor([0, 10, 10, 60])}, {"key_mask": "odd"}])
 def test_coordinates_with_segments_and_masks(options):
     inputs = oracle.make(1, 60, 2, 8, 6)
