@@ -1,6 +1,9 @@
 """Images drawn from a denoiser: the samplers' process, seeds, batches, guidance, sizes, and the command."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from lightnet_llm.config import ModelConfig, dump_config, validate
 from lightnet_llm.errors import UserError
 from lightnet_llm.inference import images
 from lightnet_llm.inference.images import Sampler, as_pixels, decode, draw, grid, load_denoiser, open_vae
+from lightnet_llm.launch.hosts import free_port
 from lightnet_llm.models import Denoiser, diffusion, initialize
 from tests.parallel.images import write_denoiser
 from tests.unit.inference.toy import save
@@ -249,6 +253,26 @@ def test_what_is_not_finite_is_refused(run: Path, tmp_path: Path, monkeypatch: p
 def test_no_steps_are_no_default(run: Path) -> None:
     result = CliRunner().invoke(main, ["sample", str(run), "--steps", "0"])
     assert result.exit_code == 2 and "0 is not in the range x>=1" in result.stderr
+
+
+@pytest.mark.slow
+def test_ranks_draw_what_one_process_does(run: Path, tmp_path: Path) -> None:
+    common = ["sample", str(run), "--sampler", "ddim", "--steps", "2", "--classes", "4,none", "--per-class", "3"]
+    alone = [*common, "--output", str(tmp_path / "one.png"), "--npz", str(tmp_path / "one.npz")]
+    assert CliRunner().invoke(main, alone).exit_code == 0
+    command = [sys.executable, "-m", "lightnet_llm.cli", *common, "--device", "cpu"]
+    command += ["--output", str(tmp_path / "two.png"), "--npz", str(tmp_path / "two.npz")]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [subprocess.Popen(command, env={**os.environ, **place, "RANK": str(rank)}) for rank in range(2)]
+    try:
+        assert [process.wait(timeout=200) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+    one, two = (np.load(tmp_path / f"{name}.npz") for name in ("one", "two"))
+    assert one["images"].shape == (6, 8, 8, 3) and one["labels"].tolist() == two["labels"].tolist()
+    assert np.abs(one["images"].astype(int) - two["images"]).max() <= 1
+    assert len({image.tobytes() for image in two["images"]}) == 6
 
 
 def test_ranks_without_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
