@@ -1,10 +1,12 @@
 """LightNet: pretraining of linear attention with additive decay. Importing this loads nothing heavy.
 
-``LightNetConfig``, ``LightNetForCausalLM`` and the other classes for Hugging Face Transformers are imported (and registered
-with its Auto classes) when they are first asked for.
+``LightNetConfig``, ``LightNetForCausalLM`` and the other classes for Hugging Face Transformers are imported when they are
+first asked for, and registered with its Auto classes when these are.
 """
 
 from typing import Any
+
+from .registration import with_auto_classes
 
 _HUGGING_FACE = (
     "LightNetCache",
@@ -29,3 +31,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HUGGING_FACE])
+
+
+with_auto_classes()

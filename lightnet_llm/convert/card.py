@@ -141,8 +141,8 @@ A LightNet {kind}. Trained with lightnet-llm and exported with `lightnet convert
 
 {_use(model.head)}
 
-The model's code lies in this folder and needs only torch and transformers; with lightnet-llm installed,
-`import lightnet_llm.hf` registers it and `trust_remote_code` is not needed. On a GPU with Triton its kernels are used.
+The model's code lies in this folder and needs only torch and transformers; where lightnet-llm is installed,
+`trust_remote_code` is not needed. On a GPU with Triton its kernels are used.
 {reading} `lightnet convert THIS_FOLDER OUT --to training` makes a checkpoint of it again.
 """
 
