@@ -1,4 +1,4 @@
-"""Where images come from: a folder tree, a tar of images, or a tar of per-class tars such as ImageNet's."""
+"""Where images come from: a folder tree, a tar of images, a tar of per-class tars such as ImageNet's, or WebDataset's shards."""
 
 import os
 import re
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from lightnet_data.errors import DataError
+from lightnet_data.manifest import FILE_NAME
 from lightnet_data.pictures import SUFFIXES
 
 SPLITS = ("train", "val", "validation", "test")
@@ -112,14 +113,18 @@ def read_labels(path: str | Path) -> dict[str, str]:
 def listing(place: Path, labels: dict[str, str] | None = None) -> Listing:
     """Images below a folder or in a tar, with the class of each.
 
-    A folder: the class is the folder under ``place``. A tar: the folder an image is in, or the name of the inner tar. With
-    ``labels`` it is the file's.
+    A folder: the class is the folder under ``place``; a folder of tars and of no folders: as each of them says. A tar: what
+    KEY.cls beside KEY.jpg holds (WebDataset), else the folder an image is in, or the name of the inner tar. With ``labels`` it is
+    the file's.
 
     Raises:
         DataError: not a tar, no image, or an image without a class.
     """
     found = Listing()
-    if place.is_dir():
+    if place.is_dir() and (shards := _shards(place)):
+        for shard in shards:
+            _tar(shard, labels, found)
+    elif place.is_dir():
         _folder(place, labels, found)
     else:
         _tar(place, labels, found)
@@ -138,7 +143,7 @@ def _label(name: str, folder: str, labels: dict[str, str] | None, place: Path) -
         return label
     if not folder:
         raise DataError(
-            f"{place}: {name} is in no class folder; move it into one, or give its class with --labels FILE"
+            f"{place}: {name} is in no class folder; move it into one, or give its class with --labels FILE or, in a tar, KEY.cls"
         )
     return folder
 
@@ -166,7 +171,34 @@ def _folder(place: Path, labels: dict[str, str] | None, found: Listing) -> None:
             raise DataError(f"{root}: a class folder without an image; remove it")
 
 
+def _shards(place: Path) -> list[Path]:
+    """Tars of a folder that holds no folder, and is none that ``lightnet data images`` made: its tars are of several splits."""
+    if (place / FILE_NAME).is_file():
+        return []
+    inside = [entry for entry in place.iterdir() if not entry.name.startswith(".")]
+    return [] if any(entry.is_dir() for entry in inside) else sorted(e for e in inside if e.suffix == ".tar")
+
+
+def _key(name: str) -> str:
+    """What WebDataset tells samples by: the name up to the first dot behind the last slash."""
+    folder, slash, file = name.rpartition("/")
+    return folder + slash + file.partition(".")[0]
+
+
+def _class_of(place: Path, archive: tarfile.TarFile, member: tarfile.TarInfo) -> str:
+    file = archive.extractfile(member)
+    try:
+        label = "" if file is None else file.read().decode("utf-8").strip()
+    except UnicodeDecodeError:
+        label = ""
+    if not label or "\n" in label:
+        raise DataError(f"{place}: {member.name} holds no class; a .cls holds one name or number")
+    return label
+
+
 def _tar(place: Path, labels: dict[str, str] | None, found: Listing) -> None:
+    images: list[tuple[str, int, int]] = []
+    classes: dict[str, str] = {}
     try:
         # "r:" and not "r": members of a compressed tar cannot be read in any order.
         with tarfile.open(place, "r:") as archive:
@@ -176,12 +208,15 @@ def _tar(place: Path, labels: dict[str, str] | None, found: Listing) -> None:
                     continue
                 if member.name.endswith(".tar"):
                     _inner(place, member, labels, found)
+                elif member.name.endswith(".cls") and labels is None:
+                    classes[_key(member.name)] = _class_of(place, archive, member)
                 elif found.meet(member.name):
-                    folder = PurePosixPath(member.name).parent.name
-                    label = _label(member.name, folder, labels, place)
-                    found.items.append(Item(member.name, label, str(place), member.offset_data, member.size))
+                    images.append((member.name, member.offset_data, member.size))
     except (tarfile.TarError, OSError, EOFError) as error:
         raise DataError(f"{place}: not a readable tar ({error}); an uncompressed tar, or a folder, is read") from None
+    for name, offset, size in images:
+        label = classes.get(_key(name)) or _label(name, PurePosixPath(name).parent.name, labels, place)
+        found.items.append(Item(name, label, str(place), offset, size))
 
 
 def _inner(place: Path, outer: tarfile.TarInfo, labels: dict[str, str] | None, found: Listing) -> None:

@@ -129,7 +129,7 @@ def _check(options: ImageOptions, workers: int) -> None:
 def _classes(given: str | Path | None, listings: dict[str, image_sources.Listing]) -> dict[str, int]:
     names = {split: {item.label for item in listing.items} for split, listing in listings.items()}
     if given is None:
-        numbers = {name: number for number, name in enumerate(sorted(set().union(*names.values())))}
+        numbers = {name: number for number, name in enumerate(_ordered(set().union(*names.values())))}
         known = names.get("train", set(numbers))
         source = "train"
     else:
@@ -143,6 +143,13 @@ def _classes(given: str | Path | None, listings: dict[str, image_sources.Listing
                 f"class {first!r} of {split} is not in {source}; its classes are {len(known)}, add or remove it"
             )
     return numbers
+
+
+def _ordered(names: set[str]) -> list[str]:
+    """By the alphabet; classes that are numbers, as numbers."""
+    if all(name.isascii() and name.isdigit() for name in names):
+        return sorted(names, key=lambda name: (int(name), name))
+    return sorted(names)
 
 
 class _Work:

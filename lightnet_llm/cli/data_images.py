@@ -60,9 +60,9 @@ def images(
 ) -> None:
     """Turn images into WebDataset shards with a class map and size statistics.
 
-    SRC is a folder of class folders, a tar of them, or a tar of tars, one a class, as ImageNet's; SPLIT= names its split
-    ("train"). A folder that holds folders train and val (or validation, test) gives these splits. Every image is decoded
-    once; a bad one stops the work.
+    SRC is a folder of class folders, a tar of them, a tar of tars, one a class, as ImageNet's, or WebDataset's: a tar in which
+    KEY.cls stands beside KEY.jpg, or a folder of such tars. SPLIT= names its split ("train"). A folder that holds folders train
+    and val (or validation, test) gives these splits. Every image is decoded once; a bad one stops the work.
     """
     from lightnet_data.errors import DataError
     from lightnet_data.images import ImageOptions, prepare_images

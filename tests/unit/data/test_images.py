@@ -71,10 +71,24 @@ def as_tar_of_tars(place: Path, content: dict[str, bytes]) -> Path:
     return as_tar(place, inner)
 
 
+def as_shards(place: Path, content: dict[str, bytes]) -> Path:
+    """WebDataset's: KEY.png, KEY.cls and KEY.json; the class before or behind the image."""
+    place.mkdir()
+    for number in range(2):
+        members: dict[str, bytes] = {}
+        for i, (name, data) in enumerate([*content.items()][number::2]):
+            key, label = f"part.of/{number:02d}{i:04d}_{Path(name).stem}", name.split("/")[0].encode()
+            members |= {f"{key}.json": b"{}", f"{key}.cls": label} if number else {f"{key}{Path(name).suffix}": data}
+            members |= {f"{key}{Path(name).suffix}": data} if number else {f"{key}.cls": label + b"\n"}
+        as_tar(place / f"x-{number:06d}.tar", members)
+    return place
+
+
 FORMS: dict[str, Callable[[Path, dict[str, bytes]], Path]] = {
     "folder": lambda place, content: as_folder(place / "tree", content),
     "tar": lambda place, content: as_tar(place / "a.tar", {f"top/{name}": data for name, data in content.items()}),
     "tar of tars": lambda place, content: as_tar_of_tars(place / "b.tar", content),
+    "shards": lambda place, content: as_shards(place / "shards", content),
 }
 
 
@@ -142,6 +156,36 @@ def test_splits_share_their_classes(tmp_path: Path) -> None:
     result = run("images", *arguments)
     assert result.exit_code == 0, result.output
     assert stored(tmp_path / "more", "test") == {data: name.split("/")[0] for name, data in images_of("test").items()}
+
+
+def test_classes_of_shards_that_are_numbers(tmp_path: Path) -> None:
+    """They keep them, and what was made is read again by its splits' names alone."""
+    content = {f"{number}/{number}.png": picture(number, (20, 20)) for number in range(12)}
+    assert run("images", as_shards(tmp_path / "shards", content), "--output", tmp_path / "out").exit_code == 0
+    store = SampleStore(tmp_path / "out", "train")
+    found = dict(map(store.read, range(len(store))))
+    assert found == {data: int(name.split("/")[0]) for name, data in content.items()}
+    result = run("images", tmp_path / "out", "--output", tmp_path / "more")
+    assert result.exit_code == 1 and "no image in it" in result.stderr
+    again = run("images", f"train={tmp_path / 'out' / 'train-000000.tar'}", "--output", tmp_path / "more")
+    assert again.exit_code == 0 and stored(tmp_path / "more", "train") == stored(tmp_path / "out", "train")
+
+
+@pytest.mark.parametrize(
+    ("members", "what"),
+    [
+        ({"a.png": picture(0), "a.cls": b"\xff"}, "a.cls holds no class"),
+        ({"a.png": picture(0), "a.cls": b" "}, "a.cls holds no class"),
+        (
+            {"a.png": picture(0), "a.cls": b"1", "b.png": picture(1)},
+            "b.png is in no class folder; move it into one, or",
+        ),
+        ({"a.cls": b"1", "a.json": b"{}"}, "no image in it (found: 1 .json)"),
+    ],
+)
+def test_shards_that_are_refused(members: dict[str, bytes], what: str, tmp_path: Path) -> None:
+    result = run("images", as_tar(tmp_path / "x.tar", members), "--output", tmp_path / "out")
+    assert result.exit_code == 1 and what in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_hold_out_is_a_function_of_the_bytes(tmp_path: Path) -> None:
