@@ -2,7 +2,8 @@
 
 Four operators of torch.library, so that torch.compile and activation checkpointing pass through: the scan as a whole, and
 for calls that give, ask for or exchange states its two halves, the state of the tokens and what is read from a state.
-Nothing of the size of [B, N, H, D] is held but the tensors themselves; kernels in `triton_bidirectional`.
+Nothing of the size of [B, N, H, D] is held but the tensors themselves; kernels in `triton_bidirectional`, and for many
+sequences of widths that are no powers of two in `cuda_bidirectional`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import cuda_bidirectional
 from . import triton_bidirectional as kernels
 from .operators import Operator
 from .state import ScanState, shift_state
@@ -379,6 +381,8 @@ def _scan(
     shape = _shape(query, key.shape[3], value.shape[3], theta)
     query, key, value = _rows(query), _rows(key), _rows(value)
     where = _where(shape, theta, places, mask, bounds, query.device)
+    if cuda_bidirectional.takes(where, (query, key, value)):
+        return cuda_bidirectional.scan(query, key, value, where, activation)
     output = _empty(value, shape.V)
     if not where.plan.fused:
         peak, mass, state = _collect(key, value, where, True)
@@ -415,6 +419,9 @@ def _scan_backward(
     shape = _shape(query, key.shape[3], value.shape[3], theta)
     query, key, value, grad = _rows(query), _rows(key), _rows(value), _rows(grad)
     where = _where(shape, theta, places, mask, bounds, query.device)
+    if cuda_bidirectional.takes(where, (query, key, value, grad)):
+        *grads, torque = cuda_bidirectional.scan_backward(grad, query, key, value, peak, mass, state, where, activation)
+        return *grads, _theta_grad([torque], theta)
     grad_query = _empty(query, shape.D)
     if where.plan.fused:
         grad_key, grad_value = _empty(key, shape.D), _empty(value, shape.V)
