@@ -105,12 +105,16 @@ def _one_prepared(prefix: Path, tokenizer: Tokenizer | None, subset: str = "") -
 
 
 def from_text(
-    place: str | Path, tokenizer: Tokenizer, warn: Callable[[str], None], subset_field: str | None = None
+    place: str | Path,
+    tokenizer: Tokenizer,
+    warn: Callable[[str], None],
+    subset_field: str | None = None,
+    field: str = "text",
 ) -> DocumentSource:
     """Documents of a file or folder of raw text, cut the way ``lightnet prep`` reads it.
 
     Args:
-        place: .jsonl files hold a document in the field "text" of each line, any other file is one document. What lies in
+        place: .jsonl files hold a document in ``field`` of each line, any other file is one document. What lies in
             a folder directly, files and folders, are its subsets.
         warn: told about empty documents, which are left out.
         subset_field: the field that names a record's subset (the Pile: ``meta.pile_set_name``), in place of that.
@@ -123,7 +127,7 @@ def from_text(
     plain = all(source.compression is None and source.format == "text" for source in found.files)
 
     root = Path(place)
-    options = Options(subset_field=subset_field)
+    options = Options(fields=(field,), subset_field=subset_field)
 
     def read() -> Iterator[HeldOutDocument]:
         for source in found.files:

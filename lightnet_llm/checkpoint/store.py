@@ -227,5 +227,11 @@ def resolve(path: Path, warn: Callable[[str], None]) -> Path:
     root = inside if inside.is_dir() else path
     found = newest_whole(root, warn)
     if found is None:
+        if any(path.glob("model*.safetensors")) and any(
+            (path / f"config.{kind}").is_file() for kind in ("json", "yaml")
+        ):
+            raise UserError(
+                f"{path}: is no checkpoint, but can be made into one: lightnet convert {path} NEW --to training"
+            )
         raise UserError(f"{path}: holds no whole checkpoint; name a run folder or a folder such as .../step_00000100")
     return found[0]

@@ -22,6 +22,7 @@ from .output import replacing, writable
 @click.option(
     "--text", metavar="FILE|FOLDER", help="Raw text instead: .jsonl holds a document a line, else a file is one."
 )
+@click.option("--field", metavar="FIELD", help="With --text: field of a record that holds the text. [default: text]")
 @click.option("--subset-field", metavar="FIELD", help="With --text: field that names a record's subset.")
 @click.option(
     "--tasks",
@@ -53,6 +54,7 @@ def eval_(
     checkpoint: str,
     data: str | None,
     text: str | None,
+    field: str | None,
     subset_field: str | None,
     tasks: str | None,
     offline: str | None,
@@ -97,6 +99,7 @@ def eval_(
         of_text = {
             "--tasks": tasks,
             "--text": text,
+            "--field": field,
             "--subset-field": subset_field,
             "--offline": offline,
             "--batch-tokens": batch_tokens,
@@ -111,7 +114,7 @@ def eval_(
         return measure_images(checkpoint, data, limit, device, dtype, weights, target, as_json, size)
     if size is not None:
         raise UserError(f"--size goes with image classifiers; {checkpoint} is none: leave it out")
-    _check_options(data, text, subset_field, tasks, offline, max_length, baselines, processes, log_samples)
+    _check_options(data, text, field, subset_field, tasks, offline, max_length, baselines, processes, log_samples)
     if processes is not None and processes > 1 and "RANK" not in os.environ:
         _launch(processes)
     start = time.perf_counter()
@@ -132,7 +135,7 @@ def eval_(
             return
     else:
         facts, shown = _held_out(
-            checkpoint, data, text, subset_field, batch_tokens, limit, baselines, device, dtype, weights
+            checkpoint, data, text, field, subset_field, batch_tokens, limit, baselines, device, dtype, weights
         )
     facts["seconds"] = round(time.perf_counter() - start, 3)
     facts["time"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -158,6 +161,7 @@ def _head(checkpoint: str) -> str | None:
 def _check_options(
     data: str | None,
     text: str | None,
+    field: str | None,
     subset_field: str | None,
     tasks: str | None,
     offline: str | None,
@@ -183,8 +187,9 @@ def _check_options(
                 raise UserError(f"{name} goes with --tasks; add --tasks paper, say")
     elif baselines:
         raise UserError("--baselines goes with documents; leave out --tasks")
-    if subset_field is not None and text is None:
-        raise UserError("--subset-field goes with --text")
+    for name, value in {"--field": field, "--subset-field": subset_field}.items():
+        if value is not None and text is None:
+            raise UserError(f"{name} goes with --text")
 
 
 def _launch(processes: int) -> None:
@@ -248,6 +253,7 @@ def _held_out(
     checkpoint: str,
     data: str | None,
     text: str | None,
+    field: str | None,
     subset_field: str | None,
     batch_tokens: int | None,
     limit: int | None,
@@ -271,7 +277,7 @@ def _held_out(
         def left_out(line: str) -> None:
             click.echo(f"left out: {line}", err=True)
 
-        source = from_text(text, require_tokenizer(loaded), left_out, subset_field)
+        source = from_text(text, require_tokenizer(loaded), left_out, subset_field, field or "text")
     else:
         place = data or loaded.config.data.path
         if place is None:

@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from lightnet_llm.checkpoint import store
 from lightnet_llm.cli import main
 from lightnet_llm.convert import convert, open_source
 from lightnet_llm.convert.names import TABLE, to_hugging_face, to_training
@@ -358,6 +359,10 @@ def test_command_line(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
     assert facts["difference"] == 0 and facts["to"] == "hf" and facts["tokens"] == 256
+    with pytest.raises(
+        UserError, match=r"hf: is no checkpoint.*lightnet convert .*hf NEW --to training"
+    ):  # as init_from
+        store.resolve(tmp_path / "hf", print)
     done = CliRunner().invoke(main, ["convert", str(tmp_path / "hf"), str(tmp_path / "back"), "--to", "training"])
     assert done.exit_code == 0 and "largest difference 0.00e+00" in done.output
     done = CliRunner().invoke(main, ["convert", str(run), str(tmp_path / "hf"), "--to", "hf"])

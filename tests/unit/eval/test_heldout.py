@@ -103,6 +103,10 @@ def test_text_and_its_tokens_score_alike(loaded: Loaded, tmp_path: Path) -> None
     found = list(from_text(file, tokenizer, notes.append).documents)
     assert [document.text for document in found] == texts and len(notes) == 1
     assert all(d.tokens.tolist() == [*tokenizer.encode(t), 1] for d, t in zip(found, texts, strict=True))
+    file.write_text('{"content": "a b", "text": "c"}\n{"content": "d"}\n')
+    assert [d.text for d in from_text(file, tokenizer, notes.append, field="content").documents] == ["a b", "d"]
+    with pytest.raises(UserError, match=r"line 2: no field 'text' .*--field"):
+        list(from_text(file, tokenizer, notes.append).documents)
     file.write_text('{"text": "a"}\n{"text": \n')
     with pytest.raises(UserError, match="line 2"):
         list(from_text(file, tokenizer, notes.append).documents)

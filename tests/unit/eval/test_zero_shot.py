@@ -103,6 +103,7 @@ def test_command(run: Path, folder: Path, tmp_path: Path) -> None:
         (["--tasks", "piqa", "--baselines"], "--baselines goes with documents"),
         (["--offline", str(folder)], "--offline goes with --tasks"),
         (["--subset-field", "x"], "--subset-field goes with --text"),
+        (["--field", "x"], "--field goes with --text"),
     ):
         code, out, err = command(*arguments)
         assert code == 1 and out == "" and message in err and err.count("\n") == 1, (arguments, err)
