@@ -16,6 +16,7 @@ from .state import (
 )
 from .swiglu import swiglu
 from .toeplitz import ToeplitzExchange, toeplitz_scan
+from .toeplitz_grid import toeplitz_grid
 
 __all__ = [
     "DecodeState",
@@ -43,6 +44,7 @@ __all__ = [
     "scan_state",
     "shift_state",
     "swiglu",
+    "toeplitz_grid",
     "toeplitz_scan",
     "toeplitz_step",
 ]

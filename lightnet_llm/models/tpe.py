@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from lightnet_kernels import toeplitz_scan
+from lightnet_kernels import toeplitz_grid, toeplitz_scan
 from lightnet_kernels.decode import toeplitz_step
 from torch import Tensor, nn
 
@@ -82,14 +82,5 @@ class ToeplitzEncoding(nn.Module):
             )
             y, after = result if isinstance(result, tuple) else (result, None)
             return x + y, after
-        batch, _, width = x.shape
-        cube = x.view(batch, *grid, width)
-        out = cube
-        for axis in range(len(grid)):
-            rows = cube.movedim(axis + 1, -2)
-            y = toeplitz_scan(
-                rows.reshape(-1, grid[axis], width), decay[axis], gain[axis], bidirectional=self.bidirectional
-            )
-            assert isinstance(y, Tensor)  # no state was asked for
-            out = out + y.view(rows.shape).movedim(-2, axis + 1)
-        return out.reshape(x.shape), None
+        cube = x.view(len(x), *grid, x.shape[-1])
+        return toeplitz_grid(cube, decay, gain, bidirectional=self.bidirectional).reshape(x.shape), None
