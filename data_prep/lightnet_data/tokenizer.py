@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +36,7 @@ KNOWN_EOD_TOKENS = (
 PART_CHARACTERS = 8000
 # The fast engine of byte-level BPE takes linear time, but would hold a list of all ids of a long text.
 LONG_PART_CHARACTERS = 1 << 18
+TEXTS_OF_A_THREAD = 256  # at least, where many are encoded at once
 _CUT = re.compile(f"[^\\s{SPACE_SYMBOL}](?= )")
 SENTENCEPIECE, HUGGING_FACE = "sentencepiece", "huggingface"
 FILE_NAMES = {SENTENCEPIECE: "tokenizer.model", HUGGING_FACE: "tokenizer.json"}
@@ -46,6 +49,7 @@ class _Backend(Protocol):
     eod_id: int
 
     def encode(self, text: str) -> list[int]: ...
+    def encode_all(self, texts: list[str]) -> list[list[int]]: ...
     def parts(self, text: str) -> Iterator[list[int]]: ...
     def decode(self, ids: list[int]) -> str: ...
     def piece_bytes(self, token: int) -> bytes: ...
@@ -120,6 +124,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; the spelling of a special token in it is text like any other."""
         return self._backend.encode(text)
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode`` of each text, by several threads where there are many."""
+        return self._backend.encode_all(list(texts))
 
     def encode_array(self, text: str) -> NDArray[np.int32]:
         """The ids of ``encode`` as int32 [n], in memory that a document of 50 MB leaves small."""
@@ -196,6 +204,10 @@ def _find_eod(lookup: Callable[[str], int | None], size: int, named: str | int |
     raise DataError(f"{name}: no end-of-document token such as {EOD_TOKEN} or </s>; name one with --eod-token")
 
 
+def _threads(texts: int) -> int:
+    return max(1, min(os.cpu_count() or 1, texts // TEXTS_OF_A_THREAD))
+
+
 def divided(text: str, characters: int) -> Iterator[str]:
     """A text in parts of at least so many characters, cut before a space that follows another character."""
     start = 0
@@ -234,6 +246,12 @@ class _SentencePiece:
 
     def encode(self, text: str) -> list[int]:
         return [token for part in self.parts(text) for token in part]
+
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        short = [index for index, text in enumerate(texts) if len(text) <= PART_CHARACTERS]
+        found = self._processor.encode([texts[index] for index in short], num_threads=_threads(len(short)))
+        done = dict(zip(short, found, strict=True))
+        return [done[index] if index in done else self.encode(text) for index, text in enumerate(texts)]
 
     def parts(self, text: str) -> Iterator[list[int]]:
         return map(self._processor.encode, divided(text, PART_CHARACTERS) if self._divisible else [text])
@@ -303,6 +321,15 @@ class _HuggingFace:
     def parts(self, text: str) -> Iterator[list[int]]:
         # GPT-2's expression never reaches over a space behind another character, so such parts are independent.
         return map(self._fast, divided(text, LONG_PART_CHARACTERS)) if self._fast else iter([self._library(text)])
+
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        threads = _threads(len(texts))
+        if threads == 1:
+            return [self.encode(text) for text in texts]
+        shares = [texts[first::threads] for first in range(threads)]
+        with ThreadPoolExecutor(threads) as pool:  # both engines work without holding Python's lock
+            found = list(pool.map(lambda share: [self.encode(text) for text in share], shares))
+        return [found[index % threads][index // threads] for index in range(len(texts))]
 
     def _library(self, text: str) -> list[int]:
         try:

@@ -111,7 +111,10 @@ class LightNetLM(LM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log likelihood in nats, whether greedy decoding gives it) of each (context, continuation)."""
+        self._learn({text for context, continuation in (instance.args for instance in requests)
+                     for text in (context.rstrip(), context + continuation)})  # fmt: skip
         made = [self._request(*instance.args) for instance in requests]
+        self._contexts.clear()
         nothing = sum(request.start >= len(request.tokens) for request in made)
         if nothing:
             self._warn(f"{nothing} of {len(made)} continuations tokenise to nothing; their log likelihood is 0")
@@ -193,18 +196,19 @@ class LightNetLM(LM):
     def _start(self) -> tuple[int, ...]:
         return (self.tokenizer.eod_id,)
 
+    def _learn(self, contexts: set[str]) -> None:
+        """Encode many together for what comes next."""
+        texts = sorted(contexts)
+        every = self.tokenizer.encode_all([text.removeprefix(self.tokenizer.eod_token) for text in texts])
+        for text, ids in zip(texts, every, strict=True):
+            self._contexts[text] = self._start() + tuple(ids) if self.add_bos_token or not ids else tuple(ids)
+
     def _encode(self, context: str) -> tuple[int, ...]:
         """A context's tokens behind the end-of-document token; an empty context is that token alone."""
-        found = self._contexts.get(context)
-        if found is None:
-            text = context.removeprefix(self.tokenizer.eod_token)
-            found = tuple(self.tokenizer.encode(text))
-            if self.add_bos_token or not found:
-                found = self._start() + found
-            if len(self._contexts) > 4096:
-                self._contexts.clear()
-            self._contexts[context] = found
-        return found
+        if context not in self._contexts:
+            self._contexts.clear()
+            self._learn({context})
+        return self._contexts[context]
 
     def _request(self, context: str, continuation: str) -> Request:
         """Cut where lm-eval cuts: spaces at a context's end belong to the continuation, and the text is tokenised as a

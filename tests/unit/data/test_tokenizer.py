@@ -55,6 +55,18 @@ def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.eod_id not in ids and max(ids, default=0) < tokenizer.vocab_size
 
 
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
+def test_many_texts_encode_together_to_the_same_ids(
+    tokenizer: Tokenizer, hugging_face: Path, python_texts: list[str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    chosen = tokenizer if kind == "sentencepiece" else Tokenizer.load(hugging_face)
+    lines = [line for text in python_texts for line in text.splitlines()][:600]
+    texts = [*AWKWARD, *lines, "long " * 5000, *reversed(lines)]
+    assert chosen.encode_all(texts) == [chosen.encode(text) for text in texts]
+    assert chosen.encode_all([]) == [] and chosen.encode_all(["a b"]) == [chosen.encode("a b")]
+
+
 @given(st.text(alphabet="ab  \u2581\n\té", max_size=60))
 @settings(max_examples=300, deadline=None)
 def test_long_texts_encode_in_parts_to_the_same_ids(tokenizer: Tokenizer, text: str) -> None:
