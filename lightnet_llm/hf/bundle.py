@@ -65,6 +65,7 @@ def sources() -> dict[str, str]:
         name = "lightnet_kernels.py" if path.stem == "__init__" else path.name
         assert name not in files
         files[name] = _read(path)
+    files["cuda_launch.py"] = _with_cuda(files["cuda_launch.py"])
     # Some files are imported by name where they are needed, which Transformers does not see; it reads, but never runs this.
     names = sorted(Path(name).stem for name in files)
     for root in ROOTS:
@@ -87,6 +88,16 @@ def _read(path: Path) -> str:
         text = re.sub(expression, replacement, text, flags=re.MULTILINE)
     place = f"{package.name}/{path.relative_to(package).as_posix()}"
     return HEADER.format(version=version("lightnet-llm"), path=place) + text
+
+
+def _with_cuda(text: str) -> str:
+    """The module with the text of `cuda/` inside, as Transformers copies Python files only."""
+    reads = "(FOLDER / file).read_text()"
+    assert text.count(reads) == 1
+    held = {path.name: path.read_text(encoding="utf-8") for path in sorted((KERNELS / "cuda").iterdir())}
+    assert all("'''" not in source and not source.endswith("\\") for source in held.values())
+    listing = "".join(f"SOURCES[{name!r}] = r'''{source}'''\n" for name, source in held.items())
+    return text.replace(reads, "SOURCES[file]") + f"\nSOURCES = {{}}\n{listing}"
 
 
 def write(folder: Path) -> list[str]:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +168,10 @@ def test_every_file_is_one_that_transformers_copies(tmp_path: Path) -> None:
         assert relative <= files.keys(), name
         foreign = set(get_imports(tmp_path / name)) - set(sys.stdlib_module_names) - {"torch", "transformers", "numpy"}
         assert not foreign, (name, foreign)
+    held: dict[str, Any] = {}  # CUDA sources travel inside
+    exec(files["cuda_launch.py"][files["cuda_launch.py"].index("\nSOURCES = ") :], held)
+    assert held["SOURCES"] == {path.name: path.read_text() for path in (bundle.KERNELS / "cuda").iterdir()} != {}
+    assert not [name for name, text in files.items() if ".read_text(" in text]
     assert files.keys() == listed  # by one or other of the two that an auto_map names
     for root in bundle.ROOTS:
         assert {f"{found}.py" for found in get_relative_imports(tmp_path / f"{root}.py")} == files.keys() - {
