@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import inspect
+import itertools
 import json
 import platform
 import statistics
@@ -159,26 +160,24 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     peer = llama(config, parameters, max(arguments.positions) + room + 1, device, dtype)
     theirs = sum(p.numel() for p in peer.parameters())
     rows: list[dict[str, Any]] = []
-    for batch in arguments.batches:
-        for position in arguments.positions:
-            for who in ("lightnet", "llama dynamic", "llama static"):
-                row: dict[str, Any] = {"model": who, "batch": batch, "position": position, "tokens_per_second": None}
-                rows.append(row)
-                kind = who.partition(" ")[2]
-                need = cache_bytes(peer, batch, position + room) if kind else 0
-                copies = 2 if kind == "dynamic" else 1.2  # concatenation holds a layer twice at most; some head room
-                if need * (1 + copies / config.model.layers) > free_bytes(device):
-                    row["problem"] = f"a cache of {need / 2**30:.0f} GiB does not fit"
-                    print(f"{who:14} batch {batch:3} at {position:7}: {row['problem']}", flush=True)
-                    continue
-                step = llama_step(peer, kind, batch, position, room) if kind else our_step(model, batch, position)
-                spans = clock(step, batch, arguments.tokens, arguments.repeat, device)
-                del step
-                row["seconds"] = spans
-                row["tokens_per_second"] = batch * arguments.tokens / statistics.median(spans)
-                print(
-                    f"{who:14} batch {batch:3} at {position:7}: {row['tokens_per_second']:10,.1f} tokens/s", flush=True
-                )
+    # Ours first: after the peers, whose caches take most of the memory, the same step took 6 % longer.
+    cases = itertools.product(("lightnet", "llama dynamic", "llama static"), arguments.batches, arguments.positions)
+    for who, batch, position in cases:
+        row: dict[str, Any] = {"model": who, "batch": batch, "position": position, "tokens_per_second": None}
+        rows.append(row)
+        kind = who.partition(" ")[2]
+        need = cache_bytes(peer, batch, position + room) if kind else 0
+        copies = 2 if kind == "dynamic" else 1.2  # concatenation holds a layer twice at most; some head room
+        if need * (1 + copies / config.model.layers) > free_bytes(device):
+            row["problem"] = f"a cache of {need / 2**30:.0f} GiB does not fit"
+            print(f"{who:14} batch {batch:3} at {position:7}: {row['problem']}", flush=True)
+            continue
+        step = llama_step(peer, kind, batch, position, room) if kind else our_step(model, batch, position)
+        spans = clock(step, batch, arguments.tokens, arguments.repeat, device)
+        del step
+        row["seconds"] = spans
+        row["tokens_per_second"] = batch * arguments.tokens / statistics.median(spans)
+        print(f"{who:14} batch {batch:3} at {position:7}: {row['tokens_per_second']:10,.1f} tokens/s", flush=True)
     flatness = {str(batch): flat(rows, batch) for batch in arguments.batches}
     return {
         "preset": arguments.preset + (" (tiny)" if arguments.quick else ""),

@@ -192,6 +192,7 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--case", choices=list(CASES), action="append")
+    parser.add_argument("--model", action="append", help="only models whose names hold this")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="Small models on small images, to try the path.")
@@ -213,6 +214,8 @@ def main() -> None:
             channels, patch = (3, 16) if case == "classifier" else (4, 2)
             first: dict[str, Any] | None = None
             for name, build in models(case, side, given.tiny).items():
+                if given.model and not any(part in name for part in given.model):
+                    continue
                 try:
                     row = measure(name, build, (batch, channels, side, side), given)
                 except ImportError as error:

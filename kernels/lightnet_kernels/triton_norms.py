@@ -19,7 +19,7 @@ from .triton_launch import launch
 from .triton_replay import replayed
 
 TILE = 4096  # elements of a tile
-PROGRAMS = 528  # that share the tokens where weights have gradients: four for each of an H100's multiprocessors
+PROGRAMS = 1584  # that share the tokens where weights have gradients: twelve for each of an H100's multiprocessors
 
 
 @triton.jit
