@@ -161,7 +161,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     theirs = sum(p.numel() for p in peer.parameters())
     rows: list[dict[str, Any]] = []
     # Ours first: after the peers, whose caches take most of the memory, the same step took 6 % longer.
-    cases = itertools.product(("lightnet", "llama dynamic", "llama static"), arguments.batches, arguments.positions)
+    models = ("lightnet",) if arguments.alone else ("lightnet", "llama dynamic", "llama static")
+    cases = itertools.product(models, arguments.batches, arguments.positions)
     for who, batch, position in cases:
         row: dict[str, Any] = {"model": who, "batch": batch, "position": position, "tokens_per_second": None}
         rows.append(row)
@@ -213,6 +214,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128, help="of a span; a multiple of 64 holds whole blocks")
     parser.add_argument("--repeat", type=int, default=3, help="spans, of which the median counts")
     parser.add_argument("--device")
+    parser.add_argument("--alone", action="store_true", help="without the peer")
     parser.add_argument("--quick", action="store_true", help="tiny model")
     parser.add_argument("--output", help="JSON file [default: decoding-DEVICE-DATE.json beside this script]")
     arguments = parser.parse_args()
