@@ -1,7 +1,6 @@
 // Backward pass: dG and p of each sequence on chip, gradients of q, then of k and v; theta's, a row a sequence and head.
 
-constexpr int ROWS = TOKENS * WIDE;  // of a warp's slot
-constexpr int FIRST = larger(RING, WARPS * 3 * ROWS);
+constexpr int FIRST = larger(RING, WARPS * 2 * TOKENS * WIDE);
 constexpr int BYTES = 2 * (FIRST + 2 * STATE) + 4 * D * (2 + WARPS + (PLAIN ? 2 : 0));
 constexpr int PAIRS = (COLUMN_TILES + 1) / 2;
 
@@ -82,20 +81,9 @@ short_backward(const u16* query, const u16* key, const u16* value, const u16* gr
     const float mass = masses[vector + feature];
     unit[feature] = peaks[vector + feature] * LOG2E + (mass > 0.f ? log2_of(mass) : 0.f);
   }
-  u16* slots = ring + warp * 3 * ROWS;
-  // Asks for tokens `start` ..: x [TOKENS, D] to one of the warp's two left slots, y [TOKENS, V] to its right one.
-  auto prefetch = [&](const u16* x, i64 x_t, const u16* y, i64 y_t, int start, int slot) {
-    if (start < tokens) {
-      fetch<TOKENS, D, WIDE, 32>(slots + slot * ROWS, x + start * x_t, x_t, tokens - start, lane);
-      fetch<TOKENS, V, WIDE, 32>(slots + 2 * ROWS, y + start * y_t, y_t, tokens - start, lane);
-    }
-    commit();
-  };
   {
     float sums[OWN][COLUMN_TILES][4], factor[OWN][GROUPS], none[OWN][GROUPS];
     collect<false>(sums, none, factor, ring, query, grad, query_t, grad_t, theta, places, tokens, warp, lane);
-    __syncthreads();
-    prefetch(query, query_t, grad, grad_t, warp * TOKENS, 0);
 #pragma unroll
     for (int m = 0; m < OWN; m++) {
       const int i = warp + WARPS * m;
@@ -122,36 +110,34 @@ short_backward(const u16* query, const u16* key, const u16* value, const u16* gr
   }
   __syncthreads();
 
+  u16* left_slot = ring + warp * 2 * TOKENS * WIDE;
+  u16* right_slot = left_slot + TOKENS * WIDE;
   float torque[LRPE ? ROW_TILES : 1][2];
 #pragma unroll
   for (int i = 0; i < (LRPE ? ROW_TILES : 1); i++) torque[i][0] = torque[i][1] = 0.f;
 
-  bool second = false;  // which of its two left slots a warp works in
-  // The tile that was asked for last: y into registers. Then that slot is free for the next one.
-  auto arrive = [&](u32(*left)[PAIRS][4]) {
+  // Of tokens `start` ..: x [TILES * 16, D] and y [.., V] to the warp's slots, y into registers.
+  auto load = [&](u32(*left)[PAIRS][4], const u16* x, i64 x_t, const u16* y, i64 y_t, int start) {
+    fetch<TOKENS, D, WIDE, 32>(left_slot, x + start * x_t, x_t, tokens - start, lane);
+    fetch<TOKENS, V, WIDE, 32>(right_slot, y + start * y_t, y_t, tokens - start, lane);
+    commit();
     arrived<0>();
     __syncwarp();
-    load_left(left, slots + 2 * ROWS, lane);
-    __syncwarp();
+    load_left(left, right_slot, lane);
   };
 
 #pragma unroll 1
-  for (int start = warp * TOKENS; start < tokens; start += WARPS * TOKENS, second = !second) {
-    u16* left_slot = slots + second * ROWS;
-    const int next = start + WARPS * TOKENS;
+  for (int start = warp * TOKENS; start < tokens; start += WARPS * TOKENS) {
     const Places<2 * TILES> at(places, start + g, tokens);
-    const int column = 2 * t + zero();
     u32 left[TILES][PAIRS][4];
-    arrive(left);
-    if (next < tokens) prefetch(query, query_t, grad, grad_t, next, !second);
-    else prefetch(key, key_t, value, value_t, warp * TOKENS, !second);
+    load(left, query, query_t, grad, grad_t, start);
 #pragma unroll
     for (int i = 0; i < ROW_TILES; i++) {
       float grads[TILES][2][4];
       back_products(grads, left, state + i * 16 * RIGHT, lane);
 #pragma unroll
       for (int f = 0; f < GROUPS; f++) {
-        const int feature = i * 8 * GROUPS + f * 8 + column;
+        const int feature = i * 8 * GROUPS + f * 8 + 2 * t;
         if (i * 8 * GROUPS + f * 8 >= D) continue;
         float cos[2][2 * TILES], sin[2][2 * TILES];
         if (LRPE) {
@@ -184,14 +170,10 @@ short_backward(const u16* query, const u16* key, const u16* value, const u16* gr
   }
 
 #pragma unroll 1
-  for (int start = warp * TOKENS; start < tokens; start += WARPS * TOKENS, second = !second) {
-    u16* left_slot = slots + second * ROWS;
-    const int next = start + WARPS * TOKENS;
+  for (int start = warp * TOKENS; start < tokens; start += WARPS * TOKENS) {
     const Places<2 * TILES> at(places, start + g, tokens);
-    const int column = 2 * t + zero();
     u32 left[TILES][PAIRS][4];
-    arrive(left);
-    prefetch(key, key_t, value, value_t, next, !second);
+    load(left, key, key_t, value, value_t, start);
     float sums[TILES][COLUMN_TILES][4];
     clear<TILES>(sums);
 #pragma unroll
@@ -201,7 +183,7 @@ short_backward(const u16* query, const u16* key, const u16* value, const u16* gr
       back_products(grads, left, grad_state + i * 16 * RIGHT, lane);
 #pragma unroll
       for (int f = 0; f < GROUPS; f++) {
-        const int feature = i * 8 * GROUPS + f * 8 + column;
+        const int feature = i * 8 * GROUPS + f * 8 + 2 * t;
         if (i * 8 * GROUPS + f * 8 >= D) continue;
         float cos[2][2 * TILES], sin[2][2 * TILES];
         if (LRPE) {
@@ -235,11 +217,10 @@ short_backward(const u16* query, const u16* key, const u16* value, const u16* gr
       add_products<TILES>(sums, weights, grad_state + i * 16 * RIGHT, TILES, lane);
     }
     __syncwarp();
+    place_results(right_slot, sums, lane);
+    __syncwarp();
     put<TOKENS, D, WIDE, 32>(grad_key + start * grad_key_t, left_slot, grad_key_t, tokens - start, lane);
-    __syncwarp();
-    place_results(left_slot, sums, lane);
-    __syncwarp();
-    put<TOKENS, V, WIDE, 32>(grad_value + start * grad_value_t, left_slot, grad_value_t, tokens - start, lane);
+    put<TOKENS, V, WIDE, 32>(grad_value + start * grad_value_t, right_slot, grad_value_t, tokens - start, lane);
     __syncwarp();
   }
 

@@ -64,7 +64,6 @@ short_forward(const u16* query, const u16* key, const u16* value, u16* output, f
     arrived<1>();
     __syncwarp();
     const Places<2 * TILES> at(places, start + g, tokens);
-    const int column = 2 * t + zero();
     float sums[TILES][COLUMN_TILES][4];
     clear<TILES>(sums);
 #pragma unroll
@@ -74,7 +73,7 @@ short_forward(const u16* query, const u16* key, const u16* value, u16* output, f
       if (LRPE) {
 #pragma unroll
         for (int e = 0; e < 2; e++)
-          at.turns((u32)theta[i * 8 + column + e], i * 8 + column + e, steps, cos[e], sin[e]);
+          at.turns((u32)theta[i * 8 + 2 * t + e], i * 8 + 2 * t + e, steps, cos[e], sin[e]);
       }
 #pragma unroll
       for (int m = 0; m < TILES; m++) {

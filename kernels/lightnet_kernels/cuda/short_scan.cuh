@@ -190,80 +190,76 @@ DEVICE void collect(float (*sums)[COLUMN_TILES][4], float (*unit)[GROUPS], float
     arrived<STAGES - 2>();
     __syncthreads();
     load(block + STAGES - 1);
-    // The warp's own features of the block's tokens, transposed; keys of no token are -infinity, all else there 0.
-    const u16* rows = ring + block % STAGES * SLOT;
-    u32 x[BK / 16][OWN][2 * GROUPS];
-#pragma unroll
-    for (int k = 0; k < BK / 16; k++)
+#pragma unroll 1
+    for (int k = 0; k < BK && block * BK + k < tokens; k += 16) {
+      const int start = block * BK + k;  // 16 tokens
+      const u16* keys = ring + block % STAGES * SLOT + k * LEFT;
+      float x[OWN][GROUPS][4], top = NOTHING;
 #pragma unroll
       for (int m = 0; m < OWN; m++) {
-        const u16* at = rows + (k * 16 + (lane & 15)) * LEFT + (warp + WARPS * m) * 8 * GROUPS;
-#pragma unroll
-        for (int e = 0; e < 2 * GROUPS; e++) x[k][m][e] = 0;
+        const u16* at = keys + (lane & 15) * LEFT + (warp + WARPS * m) * 8 * GROUPS;
+        u32 r[4] = {0, 0, 0, 0};
         if (m < count) {
-          if (GROUPS == 2 && (warp + WARPS * m) * 16 + 8 < D) load_turned4(x[k][m], at + (lane >> 4) * 8);
-          else load_turned2(x[k][m], at);
+          if (GROUPS == 2 && (warp + WARPS * m) * 16 + 8 < D) load_turned4(r, at + (lane >> 4) * 8);
+          else load_turned2(r, at);
         }
-        const int start = block * BK + k * 16;
-        if (WEIGHTS && start + 16 > tokens)
-#pragma unroll
-          for (int e = 0; e < 2 * GROUPS; e++) {
-            const int token = start + 2 * t + e % 2 * 8;
-            if (token >= tokens) x[k][m][e] = 0xff80ff80u;
-            else if (token + 1 >= tokens) x[k][m][e] = x[k][m][e] & 0xffffu | 0xff800000u;
-          }
-      }
-    if (WEIGHTS) {
-      float peak[OWN][GROUPS];
-      bool ahead = false;
-#pragma unroll
-      for (int m = 0; m < OWN; m++)
-#pragma unroll
-        for (int f = 0; f < GROUPS; f++) {
-          u32 most = larger_pair(x[0][m][2 * f], x[0][m][2 * f + 1]);
-#pragma unroll
-          for (int k = 1; k < BK / 16; k++)
-            most = larger_pair(most, larger_pair(x[k][m][2 * f], x[k][m][2 * f + 1]));
-          peak[m][f] = fmaxf(low(most), high(most)) * LOG2E;
-          ahead |= peak[m][f] > unit[m][f] + AHEAD;
-        }
-      if (some(ahead)) {  // units move to the maximum
-#pragma unroll
-        for (int m = 0; m < OWN; m++)
-#pragma unroll
-          for (int f = 0; f < GROUPS; f++) {
-            float now = fmaxf(peak[m][f], exchanged(peak[m][f], 1));
-            now = fmaxf(unit[m][f], fmaxf(now, exchanged(now, 2)));
-            const float scale = exp2_of(unit[m][f] - now);
-            unit[m][f] = now;
-            mass[m][f] *= scale;
-#pragma unroll
-            for (int j = 0; j < COLUMN_TILES; j++)
-#pragma unroll
-              for (int e = 0; e < 4; e++)
-                if (LRPE || e / 2 == f) sums[m][j][e] *= scale;
-          }
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < BK / 16; k++) {
-      u32 operand[OWN][4];
-#pragma unroll
-      for (int m = 0; m < OWN; m++) {
-        float value[GROUPS][4];
 #pragma unroll
         for (int f = 0; f < GROUPS; f++)
 #pragma unroll
           for (int e = 0; e < 4; e++) {
-            const u32 pair = x[k][m][2 * f + e / 2];
-            value[f][e] = e % 2 ? high(pair) : low(pair);
+            float value = e % 2 ? high(r[f * 2 + e / 2]) : low(r[f * 2 + e / 2]);
             if (WEIGHTS) {
-              value[f][e] = exp2_of(value[f][e] * LOG2E - unit[m][f]);
-              mass[m][f] += value[f][e];
+              if (start + 16 > tokens && start + 2 * t + e % 2 + e / 2 * 8 >= tokens) value = -INFINITE;
+              value = value * LOG2E - unit[m][f];
+              if (m < count && (warp + WARPS * m) * 8 * GROUPS + f * 8 < D) top = fmaxf(top, value);
             } else {
-              value[f][e] = activated(value[f][e]);
+              value = activated(value);
+            }
+            x[m][f][e] = value;
+          }
+      }
+      if (WEIGHTS && some(top > AHEAD)) {  // units move to the maximum; keys are read anew, to lose none beside a unit
+#pragma unroll
+        for (int m = 0; m < OWN; m++)
+#pragma unroll
+          for (int f = 0; f < GROUPS; f++) {
+            const int group = (warp + WARPS * m) * 8 * GROUPS + f * 8;
+            if (m >= count || group >= D) continue;
+            float now = unit[m][f];
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+              const int token = 2 * t + e % 2 + e / 2 * 8;
+              x[m][f][e] = start + token < tokens ? low(keys[token * LEFT + group + g]) * LOG2E : -INFINITE;
+              now = fmaxf(now, x[m][f][e]);
+            }
+            now = fmaxf(now, exchanged(now, 1));
+            now = fmaxf(now, exchanged(now, 2));
+            const float scale = exp2_of(unit[m][f] - now);
+            unit[m][f] = now;
+            mass[m][f] *= scale;
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+              x[m][f][e] -= now;
+              if (GROUPS == 2 && e / 2 != f) continue;
+#pragma unroll
+              for (int j = 0; j < COLUMN_TILES; j++) sums[m][j][e] *= scale;
             }
           }
+      }
+      u32 operand[OWN][4];
+#pragma unroll
+      for (int m = 0; m < OWN; m++) {
+        if (WEIGHTS) {
+#pragma unroll
+          for (int f = 0; f < GROUPS; f++) {
+            const bool exists = LRPE || (warp + WARPS * m) * 16 + f * 8 < D;
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+              x[m][f][e] = exists ? exp2_of(x[m][f][e]) : 0.f;
+              mass[m][f] += x[m][f][e];
+            }
+          }
+        }
         if (LRPE) {
           float up[4], down[4];
 #pragma unroll
@@ -274,20 +270,20 @@ DEVICE void collect(float (*sums)[COLUMN_TILES][4], float (*unit)[GROUPS], float
               cos[m][e % 2] = c * step_cos[m] - s * step_sin[m];
               sin[m][e % 2] = s * step_cos[m] + c * step_sin[m];
             } else {
-              const int token = block * BK + k * 16 + 2 * t + e % 2 + e / 2 * 8;
+              const int token = start + 2 * t + e % 2 + e / 2 * 8;
               turn(angle[m] * (u32)places[(token < tokens ? token : tokens - 1) * AXES + axis[m]], c, s);
             }
-            up[e] = value[0][e] * c, down[e] = value[0][e] * s;
+            up[e] = x[m][0][e] * c, down[e] = x[m][0][e] * s;
           }
           operand[m][0] = packed(up[0], up[1]), operand[m][1] = packed(down[0], down[1]);
           operand[m][2] = packed(up[2], up[3]), operand[m][3] = packed(down[2], down[3]);
         } else {
 #pragma unroll
           for (int f = 0; f < GROUPS; f++)
-            operand[m][f] = packed(value[f][0], value[f][1]), operand[m][f + 2] = packed(value[f][2], value[f][3]);
+            operand[m][f] = packed(x[m][f][0], x[m][f][1]), operand[m][f + 2] = packed(x[m][f][2], x[m][f][3]);
         }
       }
-      add_products<OWN>(sums, operand, rows + BK * LEFT + k * 16 * RIGHT, count, lane);
+      add_products<OWN>(sums, operand, ring + block % STAGES * SLOT + BK * LEFT + k * RIGHT, count, lane);
     }
   }
 #pragma unroll

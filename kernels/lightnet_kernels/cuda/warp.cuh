@@ -54,22 +54,10 @@ FUNCTION(inverse, "rcp.approx.ftz")
 FUNCTION(cos_of, "cos.approx.ftz")
 FUNCTION(sin_of, "sin.approx.ftz")
 
-// 0, as the compiler does not know: what is loaded from there in a loop is loaded anew, where to keep it all would take
-// the registers.
-DEVICE int zero() {
-  int x = 0;
-  asm volatile("" : "+r"(x));
-  return x;
-}
 DEVICE u32 packed(float low, float high) {
   u32 y;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   return y;
-}
-DEVICE u32 larger_pair(u32 x, u32 y) {
-  u32 z;
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
 }
 DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE float low(u32 x) { return float_of(x << 16); }

@@ -61,7 +61,6 @@ inline u32 rounded(float x) {
   return std::isnan(x) ? 0x7fffu : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline u32 packed(float low, float high) { return rounded(low) | rounded(high) << 16; }
-inline u32 larger_pair(u32 x, u32 y) { return packed(fmaxf(low(x), low(y)), fmaxf(high(x), high(y))); }
 
 inline void aligned(const void* x) {
   if ((uintptr_t)x % 16) fprintf(stderr, "an address that is no multiple of 16\n"), abort();
@@ -109,7 +108,6 @@ inline float inverse(float x) { return 1 / x; }
 inline float cos_of(float x) { return cosf(x); }
 inline float sin_of(float x) { return sinf(x); }
 
-inline int zero() { return 0; }
 inline float exchanged(float x, int distance) {
   memcpy(own->box[lane_], &x, 4);
   __syncwarp();
