@@ -1,5 +1,14 @@
-"""CUDA C++ kernels: compiled by NVRTC for the card at hand when first needed, kept in Triton's cache, started with little
-work on the host. For what Triton's tiles, whose sides are powers of two, do not fit."""
+"""CUDA C++ kernels, for what Triton's tiles do not fit: their sides are powers of two.
+
+Nothing is compiled when the package is built or installed, and no nvcc is needed. On first use of a kernel at new constants
+(widths, axes, ..) NVRTC, the run-time compiler that comes with PyTorch's CUDA libraries, makes machine code for the card at
+hand (sm_80 and later), in 1 to 3 seconds. It is kept in Triton's cache folder (~/.triton/cache, TRITON_CACHE_DIR), under a hash
+of source, constants, card and CUDA version, and read from there by later processes. Where there is no NVRTC `available` is
+False and callers stay with Triton; source that does not compile is an error with the compiler's words.
+
+A launch packs the arguments and calls the driver once (ctypes); recordings repeat it as they do Triton's.
+tests/unit/kernels/lanes.h runs the same sources on a CPU.
+"""
 
 from __future__ import annotations
 

@@ -53,6 +53,13 @@ def test_keys_of_any_size(theta):
     table.check(inputs, BF16, "cuda", wanted_by="torch")
 
 
+def test_keys_far_below_zero():
+    """Tokens that fill the last tile have key 0 on chip."""
+    inputs = make(16, 33, 16, 72, 72)
+    inputs["key"] -= 200
+    table.check(inputs, BF16, "cuda", wanted_by="torch")
+
+
 def test_keys_that_climb():
     inputs = make(16, 300, 16, 72, 72)
     inputs["key"] += torch.linspace(0, 900, 300)[None, :, None, None]

@@ -87,6 +87,13 @@ def test_keys_that_climb():
     table.check(inputs, torch.bfloat16, "cpu")
 
 
+def test_keys_far_below_zero():
+    """Tokens that fill the last tile have key 0 on chip: 200 above all others, and must not count."""
+    inputs = make(1, 33, 1, 24, 24)
+    inputs["key"] -= 200
+    table.check(inputs, torch.bfloat16, "cpu")
+
+
 def test_coordinates_strides_and_no_activation():
     inputs = make(2, 40, 2, 24, 24)
     joined = torch.stack([inputs[name] for name in ("query", "key", "value")], 3).bfloat16()
