@@ -1,4 +1,4 @@
-"""benchmarks/vision_learning.py and vision_samples.py: the probe is a logistic regression; tables are written, at tiny sizes."""
+"""benchmarks/vision*.py: the probe is a logistic regression; tables are written, at tiny sizes."""
 
 import importlib.util
 import json
@@ -65,3 +65,16 @@ def test_three_beside_each_other(tmp_path: Path, monkeypatch: Any) -> None:
     assert rows[0]["steps"] == 6 and abs(rows[1]["seconds"] / rows[0]["seconds"] - 1) < 0.25
     assert load_config(str(tmp_path / "runs" / "x_softmax" / "config.yaml")).model.mixer == "softmax"
     assert (tmp_path / "runs" / "x" / "peers.png").is_file()
+
+
+@pytest.mark.slow
+def test_speeds_beside_peers(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "--tiny", "--output", str(tmp_path / "x.json")])
+    script("vision").main()
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    peers = {"classifier": "vit, sdpa", "denoiser": "dit, sdpa"}
+    for case, peer in peers.items():
+        mine = [row for row in rows if row["case"] == case]
+        assert {row["model"] for row in mine} >= {"lightnet", "softmax in our block", peer}
+        assert len({row["tokens"] for row in mine}) == 2 and all(row["images_per_second"] > 0 for row in mine)
+        assert all(row["ours_over_it"] == 1 for row in mine if row["model"] == "lightnet")
