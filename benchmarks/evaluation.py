@@ -72,13 +72,15 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def score(
-    model: Any, task: str, manager: TaskManager, limit: int | None, clock: str = "wall"
+    model: Any, tasks: list[str], manager: TaskManager, limit: int | None, clock: str = "wall"
 ) -> tuple[float, dict[str, Any]]:
-    """Seconds and lm-eval's results for a task."""
-    loaded, now = manager.load([task])["tasks"][task], CLOCKS[clock]
+    """Seconds and lm-eval's results of tasks in one evaluation."""
+    loaded, now = manager.load(tasks)["tasks"], CLOCKS[clock]
     start = now()
     with templates_once() if isinstance(model, LightNetLM) else nullcontext():
-        found = lm_eval.simple_evaluate(model, tasks=[loaded], task_manager=manager, limit=limit, bootstrap_iters=0)
+        found = lm_eval.simple_evaluate(
+            model, tasks=[loaded[task] for task in tasks], task_manager=manager, limit=limit, bootstrap_iters=0
+        )
     return now() - start, found
 
 
@@ -90,6 +92,18 @@ def difference(one: dict[str, Any], other: dict[str, Any], task: str) -> float:
         pairs = zip(sample["filtered_resps"], others[sample["doc_id"]]["filtered_resps"], strict=True)
         worst = max([worst, *(abs(a[0] - b[0]) / max(1.0, abs(b[0]) / 10) for a, b in pairs)])
     return worst
+
+
+def compared(here: dict[str, Any], there: dict[str, Any], name: str) -> dict[str, Any]:
+    """A task's scores by us, and how they agree with the peer's."""
+    ours, theirs = ({k: v for k, v in found["results"][name].items() if k.startswith("acc")} for found in (here, there))
+    questions = here["n-samples"][name]["effective"]
+    return {
+        **ours,
+        "questions": questions,
+        "equal": ours == theirs,
+        "largest_difference": difference(here, there, name),
+    }
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
@@ -107,40 +121,40 @@ def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, A
     options = {"dtype": dtype, "device": device, "batch_size": 1, "max_length": 100_000, "trust_remote_code": True}
     peer: Any = HFLM(pretrained=str(exported), **options)
     rows = []
-    for name in names:
+    for group in [names] if arguments.together else [[name] for name in names]:
         trials: dict[int, float] = {}
-        score(peer, name, manager, 4)  # warm
-        score(ours, name, manager, 4)
+        score(peer, group, manager, 4)  # warm
+        score(ours, group, manager, 4)
         for size in arguments.batch_sizes:
             peer.batch_size_per_gpu = size
-            trials[size], _ = score(peer, name, manager, arguments.trial, arguments.clock)
+            trials[size], _ = score(peer, group, manager, arguments.trial, arguments.clock)
         best = peer.batch_size_per_gpu = min(trials, key=lambda size: trials[size])
         mine, theirs = [], []
         for _ in range(arguments.repeat):
-            seconds, here = score(ours, name, manager, arguments.limit, arguments.clock)
+            seconds, here = score(ours, group, manager, arguments.limit, arguments.clock)
             mine.append(seconds)
-            seconds, there = score(peer, name, manager, arguments.limit, arguments.clock)
+            seconds, there = score(peer, group, manager, arguments.limit, arguments.clock)
             theirs.append(seconds)
-        metrics = {key: value for key, value in here["results"][name].items() if key.startswith("acc")}
-        peers = {key: value for key, value in there["results"][name].items() if key.startswith("acc")}
+        found = {name: compared(here, there, name) for name in group}
         rows.append(
             {
-                "task": name,
-                "questions": here["n-samples"][name]["effective"],
+                "task": " ".join(group),
+                "questions": sum(row["questions"] for row in found.values()),
                 "ours_seconds": mine,
                 "peer_seconds": theirs,
                 "ratio": min(theirs) / min(mine),
                 "peer_batch_size": best,
                 "peer_trials": trials,
-                "scores": metrics,
-                "equal": metrics == peers,
-                "largest_difference": difference(here, there, name),
+                "scores": found,
+                "equal": all(row["equal"] for row in found.values()),
+                "largest_difference": max(row["largest_difference"] for row in found.values()),
             }
         )
         row = rows[-1]
         print(
-            f"{name}: {row['questions']} questions, ours {min(mine):.1f} s, peer {min(theirs):.1f} s at batch {best}: "
-            f"{row['ratio']:.2f}x; scores {'equal' if row['equal'] else 'UNEQUAL'}, {row['largest_difference']:.1e} apart",
+            f"{row['task']}: {row['questions']} questions, ours {min(mine):.1f} s, peer {min(theirs):.1f} s at batch "
+            f"{best}: {row['ratio']:.2f}x; scores {'equal' if row['equal'] else 'UNEQUAL'}, "
+            f"{row['largest_difference']:.1e} apart",
             flush=True,
         )
         total = sum(min(row["peer_seconds"]) for row in rows) / sum(min(row["ours_seconds"]) for row in rows)
@@ -181,6 +195,11 @@ def main() -> None:
         "--clock", choices=list(CLOCKS), default="wall", help="seconds by the wall clock or of the processor"
     )
     parser.add_argument("--limit", type=int, help="questions of a task; a result with it is no result")
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="all tasks in one evaluation, as a user runs them, not one after the other",
+    )
     parser.add_argument("--bar", type=float, default=3.0)
     parser.add_argument("--output", help="JSON file [default: evaluation-DEVICE-DATE.json beside this script]")
     arguments = parser.parse_args()
