@@ -55,13 +55,18 @@ def launch(
 
 @functools.cache
 def available() -> bool:
-    """Whether this machine's CUDA can compile at run time."""
+    """Whether this machine's CUDA can compile at run time: it is tried, as NVRTC loads without the files it needs too."""
     try:
-        _nvrtc()
         _driver()
-    except OSError:
+        _compile("probe", 'extern "C" __global__ void probe() {}', [_architecture(torch.cuda.current_device())])
+    except (OSError, RuntimeError):
         return False
     return True
+
+
+def _architecture(device: int) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"-arch=sm_{major}{minor}"
 
 
 @functools.cache
@@ -114,8 +119,7 @@ def _compiled(
 ) -> Callable[..., Any]:
     """What starts the kernel on this device, called with (grid, stream, values, nothing)."""
     text = source(*files)
-    major, minor = torch.cuda.get_device_capability(device)
-    options = [f"-arch=sm_{major}{minor}", "-std=c++17", *(f"-D{key}={value}" for key, value in constants)]
+    options = [_architecture(device), "-std=c++17", *(f"-D{key}={value}" for key, value in constants)]
     cache = get_cache_manager(hashlib.sha256("\n".join([text, *options, str(torch.version.cuda)]).encode()).hexdigest())
     found = cache.get_file(f"{name}.cubin")
     image = Path(found).read_bytes() if found else _compile(name, text, options)
