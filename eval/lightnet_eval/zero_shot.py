@@ -78,6 +78,7 @@ def answer(
     from .language_model import LightNetLM
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it raises what it logs
     ranks = ranks or Ranks()
     quiet = quiet or bool(ranks.rank)
     model = LightNetLM(loaded=loaded, ranks=ranks, quiet=quiet, **options)
@@ -149,7 +150,8 @@ def _load(manager: Any, names: list[str], offline: str | None) -> dict[str, Any]
     except UserError:
         raise
     except Exception as error:  # of datasets, of the hub, of a task's own code: anything
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        told = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
+        line = str(told).strip().splitlines()[0] if str(told).strip() else type(told).__name__
         if offline is not None:
             raise UserError(
                 f"--offline {offline}: {', '.join(names)}: cannot be read ({line}); see docs/eval.md"

@@ -116,7 +116,9 @@ def eval_(
         raise UserError(f"--size goes with image classifiers; {checkpoint} is none: leave it out")
     _check_options(data, text, field, subset_field, tasks, offline, max_length, baselines, processes, log_samples)
     if processes is not None and processes > 1 and "RANK" not in os.environ:
-        _launch(processes)
+        from .processes import in_processes
+
+        sys.exit(in_processes(processes))
     start = time.perf_counter()
     if tasks is not None:
         facts, shown = _zero_shot(
@@ -190,16 +192,6 @@ def _check_options(
     for name, value in {"--field": field, "--subset-field": subset_field}.items():
         if value is not None and text is None:
             raise UserError(f"{name} goes with --text")
-
-
-def _launch(processes: int) -> None:
-    """The same command in several processes; does not return."""
-    from ..launch.host import has_gpus, threads
-
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    arguments = [*command, "-m", "lightnet_llm.cli", *sys.argv[1:]]
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads(processes, has_gpus())))
-    os.execv(sys.executable, [sys.executable, *arguments])
 
 
 def _zero_shot(
