@@ -205,7 +205,8 @@ def _find_eod(lookup: Callable[[str], int | None], size: int, named: str | int |
 
 
 def _threads(texts: int) -> int:
-    return max(1, min(os.cpu_count() or 1, texts // TEXTS_OF_A_THREAD))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, texts // TEXTS_OF_A_THREAD))
 
 
 def divided(text: str, characters: int) -> Iterator[str]:

@@ -23,6 +23,7 @@ from .likelihood import Request, likelihoods
 from .ranks import Ranks
 
 GENERATED_TOKENS = 256  # where a task does not say how many
+TOGETHER = 4096  # requests whose texts are encoded at once
 
 
 @register_model("lightnet")
@@ -111,10 +112,12 @@ class LightNetLM(LM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log likelihood in nats, whether greedy decoding gives it) of each (context, continuation)."""
-        self._learn({text for context, continuation in (instance.args for instance in requests)
-                     for text in (context.rstrip(), context + continuation)})  # fmt: skip
-        made = [self._request(*instance.args) for instance in requests]
-        self._contexts.clear()
+        made: list[Request] = []
+        for first in range(0, len(requests), TOGETHER):
+            pairs = [instance.args for instance in requests[first : first + TOGETHER]]
+            self._learn({text for one, two in pairs for text in (one.rstrip(), one + two)})
+            made += [self._request(*pair) for pair in pairs]
+            self._contexts.clear()
         nothing = sum(request.start >= len(request.tokens) for request in made)
         if nothing:
             self._warn(f"{nothing} of {len(made)} continuations tokenise to nothing; their log likelihood is 0")

@@ -86,14 +86,14 @@ def likelihoods(
 
     def own_part() -> dict[int, tuple[float, bool]]:
         mine: dict[int, tuple[float, bool]] = {}
-        for window in _windows(groups, unique, share, states)[ranks.rank :: ranks.size]:
+        for window in _windows(groups, unique, share, limit, states)[ranks.rank :: ranks.size]:
             members = [index for item in window for index in item.members]
             count = sum(len(wanted[unique[index]]) for index in members)
             report = _Shares(sum(_size(item, unique) for item in window), count, progress)
             if len(window) == 1 and _size(window[0], unique) > limit:
                 mine |= _carried(model, window[0], unique, limit, report)
             else:
-                mine |= _packed(model, window, unique, limit, report)
+                mine |= _packed(model, window, unique, limit, states, report)
         return mine
 
     for part in ranks.share(own_part):
@@ -125,18 +125,19 @@ def _size(item: Group, unique: list[Request]) -> int:
     return item.shared + sum(len(unique[index].tokens) - 1 - item.shared for index in item.members)
 
 
-def _windows(groups: list[Group], unique: list[Request], limit: int, states: int) -> list[list[Group]]:
-    """Groups of up to ``limit`` tokens and ``states`` states together, a longer one alone; those that share nothing apart."""
+def _windows(groups: list[Group], unique: list[Request], limit: int, longest: int, states: int) -> list[list[Group]]:
+    """Groups of up to ``limit`` tokens and ``states`` states together, one longer than a pass, of ``longest``, alone; those
+    that share nothing apart."""
     windows: list[list[Group]] = []
     for kind in ([item for item in groups if item.shared], [item for item in groups if not item.shared]):
         filled, held = limit, 0
         for item in kind:
             size, count = _size(item, unique), 1 if item.shared else 0
-            if filled + size > limit or held + count > states:
+            if filled + size > limit or held + count > states or size > longest:
                 windows.append([])
                 filled = held = 0
             windows[-1].append(item)
-            filled, held = filled + size, held + count
+            filled, held = limit if size > longest else filled + size, held + count
     return windows
 
 
@@ -162,10 +163,19 @@ def _state_bytes(model: CausalLM) -> int:
 
 
 def _packed(
-    model: CausalLM, window: list[Group], unique: list[Request], limit: int, report: Callable[[int], Any]
+    model: CausalLM,
+    window: list[Group],
+    unique: list[Request],
+    limit: int,
+    most: int,
+    report: Callable[[int], Any],
 ) -> dict[int, tuple[float, bool]]:
     """Passes over all shared beginnings and then over all the rests, each from its beginning's state; or over requests
-    that share nothing. In each kind the longest come first: a pass over segments of nearly one length pads little."""
+    that share nothing. In each kind the longest come first: a pass over segments of nearly one length pads little.
+
+    Args:
+        limit, most: tokens of a pass, and states that one over rests begins from.
+    """
     scores, states = _Scores(), []
     rests: list[tuple[int, int, int]] = []  # request, tokens it shares, row of their state
     beginnings = sorted((item for item in window if item.shared), key=lambda item: -item.shared)
@@ -185,6 +195,7 @@ def _packed(
     if packed.ids:
         states.append(packed.run(model, None, further, scores, report))
     state = join_rows([each for each in states if each is not None]) if further else None
+    states.clear()
     rests += [(index, 0, -1) for item in window if not item.shared for index in item.members]
     packed = _Pass()
     for index, shared, row in sorted(rests, key=lambda rest: rest[1] - len(unique[rest[0]].tokens)):
@@ -192,7 +203,8 @@ def _packed(
         size, inside = len(tokens) - 1 - shared, max(start, shared + 1)
         if not size:
             continue
-        if packed.ids and len(packed.ids) + size > limit:
+        full = len(packed.ids) + size > limit or (state is not None and len(packed.parents) >= most)
+        if packed.ids and full:
             packed.run(model, state, False, scores, report)
             packed = _Pass()
         packed.want(len(packed.ids) + inside - 1 - shared, tokens[inside:], index)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PARTS = ("warp.cuh", "short_scan.cuh")
 WIDTHS = range(40, 73, 8)  # a wider state wants more registers; narrower ones were not measured
+TURNS = 16384  # tokens over which angles are carried from token to token: by then they are 2e-3 off
 BLOCKS = 256  # of a grid at least: an H100 runs 528 of the forward pass at once, 264 of the backward pass
 
 
@@ -35,6 +36,7 @@ def takes(where: _Where, tensors: Sequence[Tensor]) -> bool:
         and where.plan.table is None
         and not where.far
         and (places is None or shape.D % places.shape[2] == 0)
+        and (where.theta is None or places is not None or shape.tokens <= TURNS)
         and all(x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 for x in tensors)
         and all(x.stride(3) == 1 and all(stride % 8 == 0 for stride in x.stride()[:3]) for x in tensors)
         and cuda_launch.available()

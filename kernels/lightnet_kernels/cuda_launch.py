@@ -27,6 +27,7 @@ from triton.runtime.cache import get_cache_manager
 from .recording import active
 
 FOLDER = Path(__file__).parent / "cuda"
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 def source(*files: str) -> str:
@@ -88,6 +89,17 @@ def _nvrtc() -> Any:
         raise
 
 
+def _bind(device: int) -> None:
+    """Make the device's primary context, PyTorch's, this thread's: autograd's threads may have none."""
+    driver, context = _driver(), ctypes.c_void_p()
+    if driver.cuCtxGetCurrent(ctypes.byref(context)) == 0 and context.value:
+        return
+    place = ctypes.c_int()
+    _check(driver.cuDeviceGet(ctypes.byref(place), device), "cuDeviceGet")
+    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), place), "cuDevicePrimaryCtxRetain")
+    _check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
 def _check(code: int, what: str) -> None:
     if code:
         text = ctypes.c_char_p()
@@ -126,6 +138,7 @@ def _compiled(
     if not found:
         cache.put(image, f"{name}.cubin", binary=True)
     driver = _driver()
+    _bind(device)
     module, function, place = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
     shared, size = ctypes.c_int(), ctypes.c_size_t()
     _check(driver.cuModuleLoadData(ctypes.byref(module), image), name)
@@ -141,6 +154,11 @@ def _compiled(
         length = ctypes.c_size_t(ctypes.sizeof(data))
         # CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END
         packed = (ctypes.c_void_p * 5)(1, ctypes.addressof(data), 2, ctypes.addressof(length), 0)
-        _check(run(function, *grid, threads, 1, 1, shared, ctypes.c_void_p(stream), None, packed), name)
+        launched = (function, *grid, threads, 1, 1, shared, ctypes.c_void_p(stream), None, packed)
+        code = run(*launched)
+        if code == NO_CONTEXT:
+            _bind(device)
+            code = run(*launched)
+        _check(code, name)
 
     return start

@@ -61,6 +61,8 @@ def taps(decay: Tensor, gain: Tensor, grid: tuple[int, ...]) -> Tensor:
 
 
 def _scanned(x: Tensor, decay: Tensor, gain: Tensor, bidirectional: bool, backend: str) -> Tensor:
+    if not x.numel():
+        return x + 0 * (decay.sum() + gain.sum()).to(x.dtype)
     out = x
     for axis, size in enumerate(x.shape[1:-1]):
         rows = x.movedim(axis + 1, -2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+
 import torch
 from torch import Tensor
 
@@ -10,6 +13,12 @@ from ..models.decoding import can_decode, select_rows, to_decode, to_scan
 from .cache import StateCache, read
 
 EAGER_STEPS = 3  # before a graph is captured: kernels are compiled, libraries set up, and short texts end
+_capturing = threading.Lock()  # PyTorch captures one graph at a time
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class Decoder:
@@ -29,7 +38,8 @@ class Decoder:
         self.state = to_decode(model, state) if self.in_place else state
         self.device = next(model.parameters()).device
         alone = model.layers_set.tensor_parallel == 1
-        self.can_capture = graph and self.in_place and alone and self.device.type == "cuda"
+        nvidia = self.device.type == "cuda" and torch.version.hip is None
+        self.can_capture = graph and self.in_place and alone and nvidia
         self.steps = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -44,9 +54,13 @@ class Decoder:
         self.steps += 1
         if not self.can_capture or self.steps <= EAGER_STEPS:
             return self._step(ids)
-        if self.graph is None:
-            self._capture(ids)
+        if self.graph is None and not self._capture(ids):
+            return self._step(ids)
         assert self.graph is not None
+        if ids.shape != self.ids.shape:
+            raise ValueError(
+                f"Decoder: {len(ids)} tokens for {len(self.ids)} rows; name the rows that go on with keep()"
+            )
         self.ids.copy_(ids)
         self.graph.replay()
         return self.logits.clone()
@@ -57,11 +71,22 @@ class Decoder:
         hidden, _ = model.hidden(ids, ForwardContext(decode=True), self.state)
         return model.layers_set.gather_logits(model.logits(hidden), model.config.vocab_size)[:, 0]
 
-    def _capture(self, ids: Tensor) -> None:
-        """What is captured does not run: the state stays as it is."""
-        self.graph, self.ids = torch.cuda.CUDAGraph(), ids.clone()
-        with torch.cuda.device(self.device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.logits = self._step(self.ids)
+    def _capture(self, ids: Tensor) -> bool:
+        """Whether there is a graph now. What is captured does not run: the state stays as it is, and where a capture fails,
+        as for want of memory, steps go on as they were."""
+        graph, given, stream = torch.cuda.CUDAGraph(), ids.clone(), _capture_stream(self.device)
+        try:
+            with (
+                _capturing,
+                torch.cuda.device(self.device),
+                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            ):
+                logits = self._step(given)
+        except RuntimeError:  # OutOfMemoryError is one
+            self.can_capture = False
+            return False
+        self.graph, self.ids, self.logits = graph, given, logits
+        return True
 
     def keep(self, rows: Tensor) -> None:
         """Go on with the named rows only, int64 [R]."""

@@ -47,3 +47,21 @@ def test_logits_stay_what_they_were():
     decoder(torch.tensor([499]))
     assert all(torch.equal(one, other) for one, other in zip(kept, copies, strict=True))
     assert not torch.equal(kept[-1], kept[-2])
+    with pytest.raises(ValueError, match="2 tokens for 1 rows"):
+        decoder(torch.tensor([1, 2]))
+
+
+def test_where_a_capture_fails_steps_go_on(monkeypatch):
+    model = bf16_model(ModelConfig(**SHAPE)).eval()
+    state = read(model, [[1, 2, 3]]).state
+    decoders = [Decoder(model, state) for _ in range(2)]
+
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("no room")
+
+    for token in range(5, 5 + EAGER_STEPS + 3):
+        wanted = decoders[0](torch.tensor([token]))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "graph", fails)
+            assert torch.equal(decoders[1](torch.tensor([token])), wanted)
+    assert decoders[0].graph is not None and decoders[1].graph is None and not decoders[1].can_capture

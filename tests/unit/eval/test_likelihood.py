@@ -1,6 +1,7 @@
 """Packed, forked scores against a twin that scores one request at a time with the plain model."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,31 @@ def test_windows_and_the_states_they_hold_do_not_matter(
     check(likelihoods(loaded.model, requests, 210, progress=told.append), truth)
     scored = sum(request.start < len(request.tokens) for request in requests)
     assert sum(told) == scored and min(told) >= 0 and sum(map(bool, told)) > 3, told
+
+
+@pytest.mark.parametrize("batch_tokens", [64, 100])
+def test_passes_and_states_stay_within_their_bounds(
+    loaded: Loaded,
+    requests: list[Request],
+    truth: list[Likelihood],
+    monkeypatch: pytest.MonkeyPatch,
+    batch_tokens: int,
+) -> None:
+    """Tokens of a pass, and states that it begins from, however many passes a window has."""
+    monkeypatch.setattr("lightnet_eval.likelihood.STATE_BYTES", (0, 0))  # eight states
+    read: list[tuple[int, int]] = []
+    hidden = loaded.model.hidden
+
+    def noted(ids: torch.Tensor, context: Any = None, state: Any = None, return_state: bool = False) -> Any:
+        rows = 0 if state is None else len(state.layers[0].max)
+        read.append((ids.shape[1], rows))
+        return hidden(ids, context, state, return_state)
+
+    monkeypatch.setattr(loaded.model, "hidden", noted)
+    check(likelihoods(loaded.model, requests, batch_tokens), truth)
+    assert max(len(request.tokens) for request in requests) > 2 * batch_tokens
+    assert max(tokens for tokens, _ in read) <= batch_tokens
+    assert max(rows for _, rows in read) <= 8
 
 
 @pytest.mark.parametrize("seed", [1, 2])
