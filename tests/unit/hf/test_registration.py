@@ -28,7 +28,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exported(tmp_path_factory.mktemp("exported") / "hf")
 
 
-@pytest.mark.parametrize("order", ORDERS)
+QUICK = ("transformers", "torch")  # the others take as long and differ less
+
+
+@pytest.mark.parametrize("order", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in ORDERS])
 def test_registered_where_it_is_installed(order: str, folder: Path) -> None:
     first, autoload = ORDERS[order]
     light = "" if order in ("transformers", "late") else "assert 'transformers' not in sys.modules\n"

@@ -65,10 +65,12 @@ def test_table_under_the_interpreter():
 
 
 @inside
-@pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(
+    ("grid", "bidirectional"),
+    [((1, 1), True), ((2, 3), False), ((4, 3, 2), True), ((1, 17), True), ((LONGEST,), False), ((5,), True)],
+)
 def test_grids(grid, bidirectional):
-    check(grid, 5, 4, torch.float32, "cpu", batch=2, bidirectional=bidirectional)
+    check(grid, 5, 4, torch.float32, "cpu", batch=1, bidirectional=bidirectional)
 
 
 @inside
