@@ -6,15 +6,13 @@ Called by `triton_bidirectional_scan` for the calls that `takes` names; the kern
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import cuda_launch
-
-if TYPE_CHECKING:
-    from .triton_bidirectional_scan import _Where
+from .triton_bidirectional_plan import Where
 
 PARTS = ("warp.cuh", "short_scan.cuh")
 WIDTHS = range(40, 73, 8)  # a wider state wants more registers; narrower ones were not measured
@@ -22,7 +20,7 @@ TURNS = 16384  # tokens over which angles are carried from token to token: by th
 BLOCKS = 256  # of a grid at least: an H100 runs 528 of the forward pass at once, 264 of the backward pass
 
 
-def takes(where: _Where, tensors: Sequence[Tensor]) -> bool:
+def takes(where: Where, tensors: Sequence[Tensor]) -> bool:
     """Whether these kernels do this call, and faster than Triton's. `tensors`: query, key, value and perhaps the
     output's gradient."""
     shape, places = where.shape, where.places
@@ -43,7 +41,7 @@ def takes(where: _Where, tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def _constants(name: str, where: _Where, activation: bool) -> dict[str, int]:
+def _constants(name: str, where: Where, activation: bool) -> dict[str, int]:
     """What the kernels are compiled for; the last five as measured (benchmarks/LOG.md)."""
     shape, places = where.shape, where.places
     tuned = {"BK": 32, "STAGES": 2, "WARPS": 3, "BLOCKS": 4, "TILES": 2}
@@ -58,7 +56,7 @@ def _constants(name: str, where: _Where, activation: bool) -> dict[str, int]:
 
 
 def _launch(
-    name: str, where: _Where, activation: bool, tensors: Sequence[Tensor], others: Sequence[Tensor | None]
+    name: str, where: Where, activation: bool, tensors: Sequence[Tensor], others: Sequence[Tensor | None]
 ) -> None:
     """`tensors` [B, N, H, width] come with their strides, `others` without."""
     shape, places = where.shape, where.places
@@ -69,7 +67,7 @@ def _launch(
     cuda_launch.launch(name, (*PARTS, f"{name}.cu"), constants, shape.batch * shape.heads, arguments)
 
 
-def scan(query: Tensor, key: Tensor, value: Tensor, where: _Where, activation: bool) -> tuple[Tensor, ...]:
+def scan(query: Tensor, key: Tensor, value: Tensor, where: Where, activation: bool) -> tuple[Tensor, ...]:
     """Output, and for the backward pass a number near the keys' maximum, the mass in units of it, and G."""
     shape = where.shape
     output = value.new_empty(*value.shape[:3], shape.V)
@@ -80,7 +78,7 @@ def scan(query: Tensor, key: Tensor, value: Tensor, where: _Where, activation: b
 
 
 def scan_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, peak: Tensor, mass: Tensor, state: Tensor, where: _Where,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, peak: Tensor, mass: Tensor, state: Tensor, where: Where,
     activation: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Gradients of query, key and value, and of theta [B, H, D], float32, a row a sequence (None without)."""

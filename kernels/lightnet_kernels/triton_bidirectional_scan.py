@@ -8,31 +8,33 @@ sequences of widths that are no powers of two in `cuda_bidirectional`.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from . import cuda_bidirectional
 from . import triton_bidirectional as kernels
 from .operators import Operator
 from .state import ScanState, shift_state
+from .triton_bidirectional_plan import (
+    INTERPRETED,
+    Optional,
+    Where,
+    addressable,
+    prepare,
+    sequence_lengths,
+    shape_of,
+    strides_of,
+    token_places,
+    where_of,
+)
 from .triton_launch import launch
 from .triton_replay import replayed
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-BLOCK = 64  # tokens of a block; half as many where sums of two rotations take the registers
-SLOTS = 264  # programs that an H100 runs at once, two on each of 132 multiprocessors
-NARROW = 64
-REST = 64  # the least tile beside the first
-HELD = 13000  # float32 values of a state that one program can hold beside its tiles
-Optional: TypeAlias = Tensor | None
 
 
 def unsupported(
@@ -79,11 +81,11 @@ def bidirectional_scan(
 ) -> tuple[Tensor, ScanState | None]:
     """See `scan.additive_scan`; inputs keep their dtype. `combine` takes the state of the local tokens to that of all
     tokens; None: there are no others, and nobody asks for the state."""
-    places = _places(key, theta, coordinates, cu_seqlens, key_mask)
+    places = token_places(key, theta, coordinates, cu_seqlens, key_mask)
     rest = (theta, places, key_mask, cu_seqlens)
     if combine is None:
         return scan_op(query, key, value, *rest, activation)[0], None
-    lengths = _lengths(key, cu_seqlens, key_mask)
+    lengths = sequence_lengths(key, cu_seqlens, key_mask)
     peak, mass, kv = states_op(key, value, *rest)
     whole = combine(ScanState(peak, mass, kv, lengths))
     rows = whole.kv.shape[2] // whole.sum.shape[2]
@@ -92,244 +94,17 @@ def bidirectional_scan(
     return output, whole if coordinates is not None else shift_state(whole, lengths, theta)
 
 
-def _lengths(key: Tensor, bounds: list[int] | None, mask: Tensor | None) -> Tensor:
-    if bounds is None:
-        if mask is None:
-            return torch.full((key.shape[0],), key.shape[1], dtype=torch.int64, device=key.device)
-        return mask.sum(1)
-    edges = torch.tensor(bounds, dtype=torch.int64, device=key.device)
-    if mask is not None:
-        edges = torch.nn.functional.pad(mask[0].cumsum(0), (1, 0))[edges]
-    return edges.diff()
-
-
-def _places(
-    key: Tensor, theta: Tensor | None, coordinates: Tensor | None, bounds: list[int] | None, mask: Tensor | None
-) -> Tensor | None:
-    """int32 [1 or B, N, axes], or None where places simply count up from the sequence's first token."""
-    if theta is None or (coordinates is None and mask is None):
-        return None
-    if coordinates is not None:
-        grid = coordinates if coordinates.ndim == 2 else coordinates.unsqueeze(1)
-        return grid.to(key.device, torch.int32).unsqueeze(0).contiguous()
-    assert mask is not None
-    earlier = mask.cumsum(1) - mask.long()  # masked tokens are not counted
-    if bounds is not None:
-        edges = torch.tensor(bounds, dtype=torch.int64, device=key.device)
-        owner = torch.repeat_interleave(edges[:-1], edges.diff(), output_size=bounds[-1])
-        earlier = earlier - earlier[:, owner]
-    return earlier.int().unsqueeze(2).contiguous()
-
-
-class _Plan(NamedTuple):
-    """How sequences are cut into pieces. Batch rows by arithmetic, segments by a table on the device."""
-
-    sequences: int
-    pieces: int
-    splits: int  # pieces of a row
-    length: int  # tokens of a piece
-    fused: bool  # a piece is a sequence, and its state fits in registers
-    table: Tensor | None  # int32 [pieces, 4], see `find_piece`
-    ranges: Tensor | None  # int32 [sequences + 1], first piece of each sequence
-
-
-def _plan(shape: _Shape, bounds: Sequence[int] | None, device: torch.device, fuse: bool) -> _Plan:
-    programs = 2 * SLOTS // max(shape.heads, 1)  # pieces that fill the card twice over
-    if bounds is not None:
-        return _segment_plan(tuple(bounds), shape.heads, programs, fuse, device)
-    batch, tokens = shape.batch, shape.tokens
-    if fuse and (batch * shape.heads >= SLOTS - 8 or tokens <= 2 * BLOCK):
-        return _Plan(batch, batch, 1, tokens, True, None, None)
-    splits = max(1, min(programs // max(batch, 1), triton.cdiv(tokens, BLOCK)))
-    length = BLOCK * bool(not tokens) or triton.cdiv(triton.cdiv(tokens, splits), BLOCK) * BLOCK
-    splits = triton.cdiv(tokens, length)
-    return _Plan(batch, batch * splits, splits, length, False, None, None)
-
-
-@functools.lru_cache(maxsize=16)
-def _segment_plan(bounds: tuple[int, ...], heads: int, programs: int, fuse: bool, device: torch.device) -> _Plan:
-    """Made on the host, one copy to the device, remembered for the other layers of a model."""
-    edges = torch.tensor(bounds, dtype=torch.int64)
-    lengths = edges.diff()
-    sequences, longest = len(lengths), int(lengths.max())
-    even = sequences * heads >= SLOTS - 8 and longest * sequences <= 2 * bounds[-1]
-    fused = fuse and (even or longest <= 2 * BLOCK)
-    length = max(1, longest) if fused else triton.cdiv(triton.cdiv(bounds[-1], max(programs, 1)), BLOCK) * BLOCK
-    counts = torch.ones_like(lengths) if fused else (lengths + length - 1) // length
-    ranges = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    owner = torch.repeat_interleave(torch.arange(sequences), counts)
-    offset = (torch.arange(len(owner)) - ranges[owner]) * length
-    size = (lengths[owner] - offset).clamp_max(length)
-    table = (
-        torch.stack([edges[owner], edges[owner] + offset, size, owner], 1)
-        .int()
-        .contiguous()
-        .to(device, non_blocking=True)
-    )
-    return _Plan(sequences, len(owner), 1, length, fused, table, ranges.int().to(device, non_blocking=True))
-
-
-def _prepare(tensors: Sequence[Tensor], bounds: Sequence[int] | None, split: bool = False) -> None:
-    """The plan of segments, which a recording must find made. `tensors`: query (or key), key, value."""
-    if bounds is not None:
-        first, key, value = tensors
-        shape = _shape(first, key.shape[3], value.shape[3], None)
-        for fits in {shape.fits, shape._replace(lrpe=True).fits}:
-            _plan(shape, bounds, first.device, fits and not split)
-
-
-class _Shape(NamedTuple):
-    batch: int
-    tokens: int
-    heads: int
-    D: int
-    V: int
-    lrpe: bool
-    wide: bool  # float32 operands
-
-    @property
-    def halves(self) -> int:
-        return 2 if self.lrpe else 1
-
-    @property
-    def rows(self) -> int:
-        return self.halves * self.D
-
-    @property
-    def fits(self) -> bool:
-        return not self.wide and self.halves * sum(_tiles(self.D)) * sum(_tiles(self.V)) <= HELD
-
-    @property
-    def operand(self) -> torch.dtype:
-        return torch.float32 if self.wide else torch.bfloat16
-
-
-def _shape(x: Tensor, width: int, value_width: int, theta: Tensor | None) -> _Shape:
-    batch, tokens, heads = x.shape[:3]
-    return _Shape(batch, tokens, heads, width, value_width, theta is not None, x.dtype == torch.float32)
-
-
-def _narrow(width: int) -> tuple[int, ...]:
-    """The same in tiles of NARROW, for the loops that hold six of them at once."""
-    return tuple(NARROW for _ in range(max(1, 64 // NARROW))) + (
-        _tiles(width)[1:] if width <= 96 else (NARROW,) * (64 // NARROW)
-    )
-
-
-def _tiles(width: int) -> tuple[int, ...]:
-    """Widths are cut into tiles of 64 or more. (72 as 64 + 16 would do two fifths less, but Triton 3.6 reads shared memory
-    out of bounds in a product with a transposed tile of 16: compute-sanitizer, H100.)"""
-    return (64,) if width <= 64 else (64, max(REST, triton.next_power_of_2(width - 64)))
-
-
-class _Where(NamedTuple):
-    """What all kernels are told of one call beside its tensors."""
-
-    theta: Tensor | None  # int32 [H, D], in 2^-32 turns
-    remainder: Tensor | None  # float32 [H, D], radians
-    places: Tensor | None
-    mask: Tensor | None
-    plan: _Plan
-    shape: _Shape
-
-    @property
-    def far(self) -> bool:
-        """Whether places may reach beyond 2^20, where 2^-33 turns of theta are 10^-3 radians. Grids do not."""
-        return self.shape.tokens > 2**20 or (self.places is not None and self.places.shape[2] == 1)
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.theta, self.remainder, self.places, self.mask, self.plan.table
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        place_stride = 0 if self.places is None or self.places.shape[0] == 1 else self.places.stride(0)
-        mask_stride = 0 if self.mask is None else self.mask.stride(0)
-        return place_stride, mask_stride, self.shape.heads, self.shape.tokens, self.plan.splits, self.plan.length
-
-    def constants(self, name: str, *tensors: Tensor) -> dict[str, Any]:
-        """Tiles, warps and pipeline stages, by rule: nothing is tuned at run time."""
-        shape = self.shape
-        features, values = _tiles(shape.D), _tiles(shape.V)
-        arguments: dict[str, Any] = {}
-        if name in ("piece_states", "read_grad_pieces"):
-            # Features are independent there: programs share them where a state is large.
-            arguments["NF"] = 1
-            if sum(features) > 80 or shape.wide:
-                arguments["NF"], features = len(features), (64,)
-        narrow = _narrow(shape.D) if arguments.get("NF", 1) == 1 else _narrow(64)
-        if name in ("read_grad_pieces", "fused_backward"):
-            arguments["FN"] = narrow
-        if name == "weight_grad_pieces":
-            features = narrow
-        if name != "piece_states" and not name.startswith("fused"):
-            arguments["RELOAD"] = shape.wide
-        if name not in ("read_pieces", "weight_grad_pieces"):
-            arguments["BS"] = 32 if shape.lrpe and not shape.wide else BLOCK
-        operand, precision = (tl.float32, "tf32x3") if shape.wide else (tl.bfloat16, "ieee")
-        return {
-            **arguments, "D": shape.D, "V": shape.V, "FW": features, "VW": values, "BT": BLOCK,
-            "LRPE": shape.lrpe, "AXES": 0 if self.places is None else self.places.shape[2],
-            "REST": shape.lrpe and (shape.wide or self.far),
-            "MASK": self.mask is not None, "TABLE": self.plan.table is not None, "OP": operand, "PREC": precision,
-            "APPROX": not shape.wide and not INTERPRETED, "ALIGN": _align(*tensors),
-            "STAGES": 1 if shape.wide else 3 if name == "read_pieces" and not shape.lrpe else 2,
-            "num_warps": self._warps(name, sum(features)),
-        }  # fmt: skip
-
-    def _warps(self, name: str, features: int) -> int:
-        """As measured (benchmarks/LOG.md)."""
-        heavy = self.shape.lrpe or self.shape.wide
-        if features > 80 and name == "weight_grad_pieces" and heavy:
-            return 8
-        return 2 if features > 80 and name == "piece_states" and not heavy else 4
-
-
-def _where(
-    shape: _Shape, theta: Optional, places: Optional, mask: Optional, bounds: Sequence[int] | None,
-    device: torch.device, split: bool = False,
-) -> _Where:  # fmt: skip
-    """`split`: without the fused kernels."""
-    whole = remainder = None
-    if theta is not None:
-        turns = theta.double() / (2 * math.pi)
-        scaled = (turns - turns.round()) * 2.0**32
-        nearest = scaled.round()
-        remainder = ((scaled - nearest) * (2 * math.pi / 2**32)).float().contiguous()
-        # Half a turn is the same either way, and only one of them is an int32.
-        whole = torch.where(nearest == 2.0**31, -nearest, nearest).int().contiguous()
-    plan = _plan(shape, bounds, device, shape.fits and not split)
-    return _Where(whole, remainder, places, None if mask is None else mask.contiguous(), plan, shape)
-
-
-def _align(*tensors: Tensor) -> int:
-    """Elements that divide every stride, at most 16 bytes."""
-    unit = 16 // tensors[0].element_size()
-    for x in tensors:
-        unit = math.gcd(unit, *x.stride()[:3])
-    return unit
-
-
-def _strides(unit: int, *tensors: Tensor) -> tuple[int, ...]:
-    return tuple(stride // unit for x in tensors for stride in x.stride()[:3])
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The tensor with features side by side and rows near enough for 32-bit offsets within a block."""
-    return x if x.stride(3) == 1 and x.stride(1) * BLOCK < 2**31 else x.contiguous()
-
-
-def _launch(name: str, where: _Where, tensors: Sequence[Tensor], others: Sequence[Optional], **extra: Any) -> None:
+def _launch(name: str, where: Where, tensors: Sequence[Tensor], others: Sequence[Optional], **extra: Any) -> None:
     """Run a kernel over all pieces. `tensors` [B, N, H, width] come with their strides, `others` without."""
     if not where.plan.pieces or not where.shape.heads:
         return
     constants = {**where.constants(name, *tensors), **extra}
     grid = (where.plan.pieces * where.shape.heads * constants.get("NF", 1),)
-    strides = _strides(constants["ALIGN"], *tensors)
+    strides = strides_of(constants["ALIGN"], *tensors)
     launch(getattr(kernels, name), grid)(*tensors, *others, *where.tensors, *strides, *where.sizes, **constants)
 
 
-def _merge(name: str, where: _Where, *arguments: Optional, **extra: Any) -> None:
+def _merge(name: str, where: Where, *arguments: Optional, **extra: Any) -> None:
     plan, shape = where.plan, where.shape
     if not plan.sequences or not shape.heads:
         return
@@ -341,7 +116,7 @@ def _merge(name: str, where: _Where, *arguments: Optional, **extra: Any) -> None
     )  # fmt: skip
 
 
-def _collect(key: Tensor, value: Tensor, where: _Where, norm: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _collect(key: Tensor, value: Tensor, where: Where, norm: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Maximum, mass, and G (`norm`) or the state of every sequence."""
     shape, plan, device = where.shape, where.plan, key.device
     peaks, masses = torch.empty(2, plan.pieces, shape.heads, shape.D, device=device).unbind(0)
@@ -358,7 +133,7 @@ def _empty(x: Tensor, width: int) -> Tensor:
     return torch.empty(*x.shape[:3], width, dtype=x.dtype, device=x.device)
 
 
-def _torque(where: _Where, parts: int) -> list[Optional]:
+def _torque(where: Where, parts: int) -> list[Optional]:
     """Buffers for theta's gradient, one a pass."""
     if where.theta is None:
         return [None] * parts
@@ -378,9 +153,9 @@ def _scan(
     bounds: Sequence[int] | None, activation: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Output, and for the backward pass maximum, mass and G of every sequence."""
-    shape = _shape(query, key.shape[3], value.shape[3], theta)
-    query, key, value = _rows(query), _rows(key), _rows(value)
-    where = _where(shape, theta, places, mask, bounds, query.device)
+    shape = shape_of(query, key.shape[3], value.shape[3], theta)
+    query, key, value = addressable(query), addressable(key), addressable(value)
+    where = where_of(shape, theta, places, mask, bounds, query.device)
     if cuda_bidirectional.takes(where, (query, key, value)):
         return cuda_bidirectional.scan(query, key, value, where, activation)
     output = _empty(value, shape.V)
@@ -416,9 +191,9 @@ def _scan_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, peak: Tensor, mass: Tensor, state: Tensor,
     theta: Tensor | None, places: Tensor | None, mask: Tensor | None, bounds: Sequence[int] | None, activation: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = _shape(query, key.shape[3], value.shape[3], theta)
-    query, key, value, grad = _rows(query), _rows(key), _rows(value), _rows(grad)
-    where = _where(shape, theta, places, mask, bounds, query.device)
+    shape = shape_of(query, key.shape[3], value.shape[3], theta)
+    query, key, value, grad = addressable(query), addressable(key), addressable(value), addressable(grad)
+    where = where_of(shape, theta, places, mask, bounds, query.device)
     if cuda_bidirectional.takes(where, (query, key, value, grad)):
         *grads, torque = cuda_bidirectional.scan_backward(grad, query, key, value, peak, mass, state, where, activation)
         return *grads, _theta_grad([torque], theta)
@@ -473,13 +248,13 @@ def _backward_scan(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
 scan_backward_op = Operator(
     "lightnet::bidirectional_scan_backward",
     None,
-    replayed(_scan_backward, lambda *given: _prepare(given[1:4], given[10]), shared=True),
+    replayed(_scan_backward, lambda *given: prepare(given[1:4], given[10]), shared=True),
     _fake_scan_backward,
 )
 scan_op = Operator(
     "lightnet::bidirectional_scan",
     None,
-    replayed(_scan, lambda *given: _prepare(given[:3], given[6]), shared=True),
+    replayed(_scan, lambda *given: prepare(given[:3], given[6]), shared=True),
     _fake_scan,
 )
 scan_op.differentiable(_backward_scan, _setup)
@@ -490,9 +265,9 @@ def _states(
     bounds: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Maximum, mass and weighted values of every sequence's tokens, float32, angle 0 at place 0."""
-    shape = _shape(key, key.shape[3], value.shape[3], theta)
-    key, value = _rows(key), _rows(value)
-    return _collect(key, value, _where(shape, theta, places, mask, bounds, key.device, split=True), False)
+    shape = shape_of(key, key.shape[3], value.shape[3], theta)
+    key, value = addressable(key), addressable(value)
+    return _collect(key, value, where_of(shape, theta, places, mask, bounds, key.device, split=True), False)
 
 
 def _fake_states(
@@ -505,9 +280,9 @@ def _states_backward(
     grad_mass: Tensor, grad_kv: Tensor, key: Tensor, value: Tensor, peak: Tensor, theta: Tensor | None,
     places: Tensor | None, mask: Tensor | None, bounds: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = _shape(key, key.shape[3], value.shape[3], theta)
-    key, value = _rows(key), _rows(value)
-    where = _where(shape, theta, places, mask, bounds, key.device, split=True)
+    shape = shape_of(key, key.shape[3], value.shape[3], theta)
+    key, value = addressable(key), addressable(value)
+    where = where_of(shape, theta, places, mask, bounds, key.device, split=True)
     grad_key, grad_value = _empty(key, shape.D), _empty(value, shape.V)
     torques = _torque(where, 1)
     # A state is sum_t e^(k_t - max) (1, v_t): what the whole scan subtracts as p is here -dmass.
@@ -537,13 +312,13 @@ def _backward_states(ctx: Any, _: Any, grad_mass: Tensor, grad_kv: Tensor) -> tu
 states_backward_op = Operator(
     "lightnet::bidirectional_states_backward",
     None,
-    replayed(_states_backward, lambda *given: _prepare((given[2], *given[2:4]), given[7], True), shared=True),
+    replayed(_states_backward, lambda *given: prepare((given[2], *given[2:4]), given[7], True), shared=True),
     _fake_states_backward,
 )
 states_op = Operator(
     "lightnet::bidirectional_states",
     None,
-    replayed(_states, lambda *given: _prepare((given[0], *given[:2]), given[5], True), shared=True),
+    replayed(_states, lambda *given: prepare((given[0], *given[:2]), given[5], True), shared=True),
     _fake_states,
 )
 states_op.differentiable(_backward_states, _setup_states)
@@ -554,9 +329,9 @@ def _read(
     bounds: Sequence[int] | None, activation: bool,
 ) -> Tensor:  # fmt: skip
     """phi(q) read from G [sequences, H, D or 2D, Dv] float32."""
-    shape = _shape(query, query.shape[3], state.shape[3], theta)
-    query = _rows(query)
-    where = _where(shape, theta, places, mask, bounds, query.device, split=True)
+    shape = shape_of(query, query.shape[3], state.shape[3], theta)
+    query = addressable(query)
+    where = where_of(shape, theta, places, mask, bounds, query.device, split=True)
     output = _empty(query, shape.V)
     _launch("read_pieces", where, (query, output), (state.to(shape.operand).contiguous(),), SILU=activation)
     return output
@@ -573,9 +348,9 @@ def _read_backward(
     grad: Tensor, query: Tensor, state: Tensor, theta: Tensor | None, places: Tensor | None, mask: Tensor | None,
     bounds: Sequence[int] | None, activation: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = _shape(query, query.shape[3], state.shape[3], theta)
-    query, grad = _rows(query), _rows(grad)
-    where = _where(shape, theta, places, mask, bounds, query.device, split=True)
+    shape = shape_of(query, query.shape[3], state.shape[3], theta)
+    query, grad = addressable(query), addressable(grad)
+    where = where_of(shape, theta, places, mask, bounds, query.device, split=True)
     grad_query = _empty(query, shape.D)
     torques = _torque(where, 1)
     held = state.to(shape.operand).contiguous()
