@@ -21,10 +21,9 @@ from lightnet_llm.inference.load import choose_device
 
 from .distances import NEIGHBOUR, Moments, class_score, frechet, precision_recall
 from .images import load_classifier
-from .inception import inception_of
+from .inception import SPATIAL, inception_of
 
 Pixels = NDArray[np.uint8]
-SPATIAL = 7  # channels whose places sFID looks at (Nash et al. 2021: the first seven)
 BATCH = 64
 UNDRAWN = Draws(0, 0, 0, 0)  # for transforms that draw nothing
 

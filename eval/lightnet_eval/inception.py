@@ -16,7 +16,7 @@ from torch.nn import functional
 
 CLASSES = 1008  # of the graph of 2015; torchvision's own weights have 1000
 SIDE = 299
-SPATIAL = 7  # channels whose places sFID looks at (Nash et al. 2021)
+SPATIAL = 7  # channels whose places sFID looks at (Nash et al. 2021: the first seven)
 POOLS = {
     "average": lambda x: functional.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False),
     "greatest": lambda x: functional.max_pool2d(x, 3, stride=1, padding=1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,7 +82,6 @@ class LightNetLM(LM):
         self.batch_tokens, self.max_length, self.add_bos_token = batch_tokens, max_length, add_bos_token
         self.batch_size = _texts_at_once(batch_size)
         self._device = next(self.model.parameters()).device
-        self._contexts: dict[str, tuple[int, ...]] = {}
         self._quiet, self._progress = quiet or bool(self.ranks.rank), progress
 
     def _choose(self, device: str | None) -> str | None:
@@ -115,9 +114,8 @@ class LightNetLM(LM):
         made: list[Request] = []
         for first in range(0, len(requests), TOGETHER):
             pairs = [instance.args for instance in requests[first : first + TOGETHER]]
-            self._learn({text for one, two in pairs for text in (one.rstrip(), one + two)})
-            made += [self._request(*pair) for pair in pairs]
-            self._contexts.clear()
+            known = self._encode(text for one, two in pairs for text in (one.rstrip(), one + two))
+            made += [self._request(one, two, known) for one, two in pairs]
         nothing = sum(request.start >= len(request.tokens) for request in made)
         if nothing:
             self._warn(f"{nothing} of {len(made)} continuations tokenise to nothing; their log likelihood is 0")
@@ -158,7 +156,8 @@ class LightNetLM(LM):
         texts: dict[int, str] = {}
         for options, members in kinds.items():
             stop, most, sampling = _generation(json.loads(options))
-            prompts = {index: self._encode(requests[index].args[0]) for index in members}
+            known = self._encode(requests[index].args[0] for index in members)
+            prompts = {index: known[requests[index].args[0]] for index in members}
             if self.max_length is not None:
                 room = max(1, self.max_length - most)
                 long = [index for index, prompt in prompts.items() if len(prompt) > room]
@@ -199,30 +198,26 @@ class LightNetLM(LM):
     def _start(self) -> tuple[int, ...]:
         return (self.tokenizer.eod_id,)
 
-    def _learn(self, contexts: set[str]) -> None:
-        """Encode many together for what comes next."""
-        texts = sorted(contexts)
-        every = self.tokenizer.encode_all([text.removeprefix(self.tokenizer.eod_token) for text in texts])
-        for text, ids in zip(texts, every, strict=True):
-            self._contexts[text] = self._start() + tuple(ids) if self.add_bos_token or not ids else tuple(ids)
+    def _encode(self, texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Tokens of each text behind the end-of-document token; an empty text is that token alone."""
+        distinct = sorted(set(texts))
+        every = self.tokenizer.encode_all([text.removeprefix(self.tokenizer.eod_token) for text in distinct])
+        begin = self._start()
+        return {
+            text: begin + tuple(ids) if self.add_bos_token or not ids else tuple(ids)
+            for text, ids in zip(distinct, every, strict=True)
+        }
 
-    def _encode(self, context: str) -> tuple[int, ...]:
-        """A context's tokens behind the end-of-document token; an empty context is that token alone."""
-        if context not in self._contexts:
-            self._contexts.clear()
-            self._learn({context})
-        return self._contexts[context]
-
-    def _request(self, context: str, continuation: str) -> Request:
+    def _request(self, context: str, continuation: str, known: Mapping[str, tuple[int, ...]] | None = None) -> Request:
         """Cut where lm-eval cuts: spaces at a context's end belong to the continuation, and the text is tokenised as a
-        whole, of which the continuation is what goes beyond the context's own tokens."""
+        whole, of which the continuation is what goes beyond the context's own tokens. ``known``: of `_encode`."""
         text = context.rstrip()
         whole = context + continuation
         if not text:
             before = self._start()
             return Request(before + tuple(self.tokenizer.encode(whole)), len(before))
-        before = self._encode(text)
-        return Request(before + self._encode(whole)[len(before) :], len(before))
+        known = known or self._encode((text, whole))
+        return Request(known[text] + known[whole][len(known[text]) :], len(known[text]))
 
     def _cut(self, request: Request) -> Request:
         """The last tokens that ``max_length`` allows: one more than it, as the last one is not read."""
