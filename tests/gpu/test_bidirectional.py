@@ -82,30 +82,12 @@ def test_states(options):
 
 
 def test_strides():
-    """Query, key and value as slices of one projection; one upstream gradient for all tokens."""
-    inputs = make(2, 200, 2, 72, 72)
-    joined = torch.stack([inputs[name] for name in ("query", "key", "value")], 3).bfloat16().cuda()
-
-    def layout(name, x):
-        return x if name == "theta" else joined[..., ("query", "key", "value").index(name), :].detach()
-
-    table.check(inputs, BF16, "cuda", layout=layout, upstream=lambda x: x[:, :1].expand_as(x), wanted_by="torch")
+    table.check_slices(make(2, 200, 2, 72, 72), BF16, "cuda", wanted_by="torch")
 
 
 @pytest.mark.parametrize("shape", [(32, 256, 16, 72), (2, 4096, 16, 72), (2, 1024, 4, 128)])
 def test_two_runs_give_the_same_bits(shape):
-    generator = torch.Generator("cuda").manual_seed(0)
-    query, key, value, grad = (torch.randn(shape, generator=generator, device="cuda").to(BF16) for _ in range(4))
-    theta = torch.rand(shape[2:], generator=generator, device="cuda")
-    leaves = [x.requires_grad_() for x in (query, key, value, theta)]
-
-    def run():
-        output = additive_scan(query, key, value, theta=theta, causal=False, backend="triton")
-        return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
-
-    first = run()
-    for _ in range(2):
-        assert all(torch.equal(one, two) for one, two in zip(first, run(), strict=True))
+    table.check_bits(shape, BF16, "cuda", 3)
 
 
 def test_compiled_code_gives_the_same_bits():

@@ -91,3 +91,26 @@ def masked(batch, tokens, seed=5):
     mask = torch.rand(batch, tokens, generator=torch.Generator().manual_seed(seed)) < 0.7
     mask[0] = False
     return mask
+
+
+def check_slices(inputs, dtype, device, **options):
+    """Query, key and value as slices of one projection; one upstream gradient for all tokens."""
+    joined = torch.stack([inputs[name] for name in ("query", "key", "value")], 3).to(dtype).to(device)
+
+    def layout(name, x):
+        return x if name == "theta" else joined[..., ("query", "key", "value").index(name), :].detach()
+
+    check(inputs, dtype, device, layout=layout, upstream=lambda x: x[:, :1].expand_as(x), **options)
+
+
+def check_bits(shape, dtype, device, runs):
+    """Runs of a call [B, N, H, D] with its gradients give the same bits; those after the second repeat a recording."""
+    generator = torch.Generator(device).manual_seed(0)
+    query, key, value, grad = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4))
+    theta = torch.rand(shape[2:], generator=generator, device=device)
+    leaves = [x.requires_grad_() for x in (query, key, value, theta)]
+    found = []
+    for _ in range(runs):
+        output = additive_scan(query, key, value, theta=theta, causal=False, backend="triton")
+        found.append([output.detach(), *torch.autograd.grad(output, leaves, grad)])
+    assert all(torch.equal(one, two) for each in found[1:] for one, two in zip(found[0], each, strict=True))
