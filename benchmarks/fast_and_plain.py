@@ -3,13 +3,13 @@
     python benchmarks/fast_and_plain.py --output FILE           one GPU or more, a job a card; some minutes
     python benchmarks/fast_and_plain.py --tiny                  the same path on a CPU, where both are the plain one
 
-For each seed a model is trained twice from the same weights on the same bytes of Python's standard library, in bf16 by the
-training engine: as it is, and with LIGHTNET_KERNELS=torch, by which every operator is PyTorch's and no block is recorded.
-Before that the gradient of 20 steps is computed both ways from the same weights, which the fast path's gradient moves on: two
-runs that part by a rounding have other norms after some steps, whatever computes them. The first step's gradients, and the fast
-path's in float32, are also held against the plain ones in float32, weight by weight.
-Exit 1 where one of these 20 norms differs by more than 1 %, or the mean over seeds of the held-out loss after all steps by more
-than 0.01 nats.
+For each seed a model is trained from the same weights on the same bytes of Python's standard library by the training engine:
+in bf16 as it is, in bf16 with LIGHTNET_KERNELS=torch, by which every operator is PyTorch's and no block is recorded, and so in
+fp32, which tells how far bf16 alone takes a run. Before that the gradient of 20 steps is computed four ways, with and without
+kernels in bf16 and in fp32, from the same weights, which the fast path's gradient in bf16 moves on: two runs that part by a
+rounding have other norms after some steps, whatever computes them.
+Exit 1 where one of these 20 norms differs between the fast path and the plain one by more than 1 %, in fp32 or in bf16, or the
+mean over seeds of the held-out loss after all steps, in bf16, by more than 0.01 nats.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from sequence_parallel import text
 FIRST, NORM_BOUND, LOSS_BOUND = 20, 0.01, 0.01
 WARM_UP, HELD_OUT = 40, 16  # steps; micro-batches
 TINY = ("model.layers=2", "model.width=64", "model.heads=4", "model.glu_width=90", "model.vocab_size=300")
-PATHS = {"fast": "auto", "plain": "torch"}
+PATHS = {"fast": "auto", "plain": "torch", "plain fp32": "torch"}  # LIGHTNET_KERNELS
+WAYS = {"fast": "auto", "plain": "torch", "fast fp32": "auto", "plain fp32": "torch"}
 
 
 def pieces(rows: int, length: int, first: int, last: int, vocab_size: int) -> Iterator[dict[str, Any]]:
@@ -85,7 +86,7 @@ def norms_main(request: dict[str, Any]) -> dict[str, Any]:
         return model.to(device).train()
 
     def gradient(model: CausalLM, batch: dict[str, Any], path: str) -> dict[str, torch.Tensor]:
-        with kernels(PATHS[path]):
+        with kernels(path):
             model.zero_grad(set_to_none=True)
             context = ForwardContext(cu_seqlens=batch["cu_seqlens"].to(device))
             logits = model(batch["input_ids"].reshape(1, -1).to(device), context).logits[
@@ -97,24 +98,21 @@ def norms_main(request: dict[str, Any]) -> dict[str, Any]:
     def norm(grads: dict[str, torch.Tensor]) -> float:
         return float(torch.stack([grad.float().norm() for grad in grads.values()]).norm())
 
-    model = made(torch.bfloat16)
+    model, exact = made(torch.bfloat16), made(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.learning_rate, betas=(0.9, 0.95))
-    found: dict[str, Any] = {"fast": [], "plain": []}
+    found: dict[str, Any] = {way: [] for way in WAYS}
     for step, batch in enumerate(pieces(rows, length, 0, FIRST, config.model.vocab_size)):
-        grads = {path: gradient(model, batch, path) for path in ("plain", "fast")}
+        exact.load_state_dict(model.state_dict())  # the same weights, rounded to bf16
+        grads = {}
+        for way in WAYS:
+            grads[way] = gradient(exact if way.endswith("fp32") else model, batch, WAYS[way])
+            found[way].append(norm(grads[way]))
         if step == 0:
-            exact = made(torch.float32)
-            true = gradient(exact, batch, "plain")
-            grads["fast, fp32"] = gradient(exact, batch, "fast")
-            found["fp32"] = norm(true)
             found["weights"] = {
                 name: {"norm": float(x.norm())}
-                | {path: float((each[name].float() - x).norm() / x.norm()) for path, each in grads.items()}
-                for name, x in true.items()
+                | {way: float((grads[way][name].float() - x).norm() / x.norm()) for way in WAYS if way != "plain fp32"}
+                for name, x in grads["plain fp32"].items()
             }
-            del exact, true
-        for path in PATHS:
-            found[path].append(norm(grads[path]))
         for name, parameter in model.named_parameters():
             parameter.grad = grads["fast"][name]
         for group in optimizer.param_groups:
@@ -163,22 +161,26 @@ def told(row: dict[str, Any]) -> str:
     if "losses" in row:
         losses = row["losses"]
         return f"{losses[0]:.4f} -> {losses[-1]:.4f}, held out {row['held_out']:.4f}, {row['seconds']:.0f} s"
-    apart = [a / b - 1 for a, b in zip(row["fast"], row["plain"], strict=True)]
-    first = ", ".join(f"{path} {row[path][0] / row['fp32'] - 1:+.2%}" for path in PATHS)
+    first = ", ".join(f"{way} {row[way][0] / row['plain fp32'][0] - 1:+.2%}" for way in WAYS if way != "plain fp32")
     worst = max(row["weights"], key=lambda name: row["weights"][name]["norm"] * row["weights"][name]["fast"])
-    errors = ", ".join(f"{path} {row['weights'][worst][path]:.1%}" for path in ("plain", "fast", "fast, fp32"))
+    errors = ", ".join(f"{way} {row['weights'][worst][way]:.1%}" for way in WAYS if way != "plain fp32")
     return (
-        f"fast and plain apart {min(apart):+.2%} to {max(apart):+.2%}; first step's beside fp32: {first}; most at {worst}, "
-        f"whose gradient is {errors} off"
+        f"norms of fast and plain apart by {apart(row, ''):.2%}, in fp32 {apart(row, ' fp32'):.4%}; plain bf16 from fp32 "
+        f"{max(abs(a / b - 1) for a, b in zip(row['plain'], row['plain fp32'], strict=True)):.2%}; the first step's from fp32: "
+        f"{first}; most at {worst}, whose gradient is off by: {errors}"
     )
 
 
-def compare(found: dict[str, dict[str, Any]], seeds: list[int]) -> tuple[float, float]:
-    """(largest relative difference of a norm, difference of the mean held-out losses in nats)."""
-    both = [found[f"norms {seed}"] for seed in seeds]
-    norms = max(abs(a / b - 1) for row in both for a, b in zip(row["fast"], row["plain"], strict=True))
+def apart(row: dict[str, Any], precision: str) -> float:
+    """Largest relative difference of a step's norms of the two paths."""
+    return max(abs(a / b - 1) for a, b in zip(row["fast" + precision], row["plain" + precision], strict=True))
+
+
+def compare(found: dict[str, dict[str, Any]], seeds: list[int]) -> tuple[float, float, dict[str, float]]:
+    """(largest relative difference of a norm in bf16, the same in fp32, each path's mean held-out loss in nats)."""
+    rows = [found[f"norms {seed}"] for seed in seeds]
     means = {path: statistics.mean(found[f"{path} {seed}"]["held_out"] for seed in seeds) for path in PATHS}
-    return norms, means["fast"] - means["plain"]
+    return max(apart(row, "") for row in rows), max(apart(row, " fp32") for row in rows), means
 
 
 def main() -> int:
@@ -198,16 +200,18 @@ def main() -> int:
         given.steps, given.rows, given.length, given.override = 24, 2, 64, [*TINY, *given.override]
     overrides = [
         f"data.sequence_length={given.length}", f"train.global_batch={given.rows}", f"train.micro_batch={given.rows}",
-        "train.tokens=null", f"train.steps={given.steps}", "train.precision=bf16", "model.dropout=0",
+        "train.tokens=null", f"train.steps={given.steps}", "model.dropout=0",
         "optimizer.learning_rate=1e-3", *given.override,
     ]  # fmt: skip
     found: dict[str, dict[str, Any]] = {}
 
     def one(name: str, cards: list[int]) -> None:
-        kind, seed = name.split()
+        kind, seed = name.rsplit(" ", 1)
         job, path = (norms_main, "auto") if kind == "norms" else (rank_main, PATHS[kind])
+        precision = "fp32" if kind.endswith("fp32") else "bf16"
         request = {
-            "preset": given.preset, "steps": given.steps, "overrides": [*overrides, f"train.seed={seed}"],
+            "preset": given.preset, "steps": given.steps,
+            "overrides": [*overrides, f"train.seed={seed}", f"train.precision={precision}"],
         }  # fmt: skip
         found[name] = run_job(job, request, cards, given.seconds, LIGHTNET_KERNELS=path)
         print(f"{name}: {told(found[name])}", flush=True)
@@ -218,12 +222,18 @@ def main() -> int:
             }
             given.output.write_text(json.dumps({**facts, "runs": found}, indent=1) + "\n")
 
-    side_by_side({f"{kind} {seed}": 1 for kind in ("norms", "plain", "fast") for seed in given.seeds}, one)
+    side_by_side(
+        {f"{kind} {seed}": 1 for kind in ("norms", "plain", "fast", "plain fp32") for seed in given.seeds}, one
+    )
     if any("failed" in row for row in found.values()):
         return 1
-    norms, loss = compare(found, given.seeds)
-    print(f"norms of {FIRST} steps within {norms:.2%} (bound 1 %); held-out loss {loss:+.4f} nats (bound 0.01)")
-    return int(not (norms < NORM_BOUND and abs(loss) < LOSS_BOUND))
+    norms, exact, means = compare(found, given.seeds)
+    loss = means["fast"] - means["plain"]
+    print(f"norms of {FIRST} steps within {norms:.2%} in bf16 and {exact:.4%} in fp32 (bound 1 %)")
+    print(
+        f"held-out loss {loss:+.4f} nats (bound 0.01); of plain bf16 to fp32 {means['plain'] - means['plain fp32']:+.4f}"
+    )
+    return int(not (max(norms, exact) < NORM_BOUND and abs(loss) < LOSS_BOUND))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import io
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,16 @@ from lightnet_data.sample_shards import SampleStore, class_names
 from lightnet_data.shuffle import Permutation
 
 Sample = dict[str, Any]
-ARRAYS = {"other_image": "other_images", "box": "boxes", "noise": "noise", "kept": "kept"}
+ARRAYS = {"box": "boxes", "noise": "noise", "kept": "kept"}
+# Of pictures, those of partners too: what is done to them where the model is.
+DRAWN = {"operation": "operations", "table": "tables", "factors": "factors", "erased": "erased"}
 NUMBERS = {
     "label": "labels",
     "number": "numbers",
     "sample_id": "sample_ids",
-    "other_label": "other_labels",
     "timestep": "timesteps",
 }
-AUGMENTATION, LATENT, MIXING, NOISE = range(4)  # streams of draws
+AUGMENTATION, LATENT, MIXING, NOISE, DRAWS = range(5)  # streams of draws
 FURTHEST = 100.0  # a scaled latent has deviation 1: what reaches further is of another scale, or damaged
 
 
@@ -76,23 +77,30 @@ class ImageSamples(_Samples):
         split: "train", "validation", ...
         seed: with the position, all that a sample depends on.
         transform: from an RGB image (PIL) and the sample's draws to an RGB or grey image.
+        drawn: from draws, height and width to further arrays of the sample: what is done to it later, in batches.
         shuffle: False gives samples in stored order (validation).
     """
 
     kind = "images"
 
     def __init__(
-        self, folder: str | Path, split: str, transform: Transform | None = None, seed: int = 0, shuffle: bool = True
+        self,
+        folder: str | Path,
+        split: str,
+        transform: Transform | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drawn: Sequence[Callable[[Draws, int, int], dict[str, NDArray[Any]]]] = (),
     ) -> None:
         super().__init__(folder, split, seed, shuffle)
-        self.transform = transform
+        self.transform, self.drawn = transform, drawn
 
     def __getitem__(self, position: int) -> Sample:
         """The sample at a global position.
 
         Returns:
             image: uint8 [3, H, W], or [1, H, W] where the transform makes it grey. label: its class. number: in the split.
-            sample_id: the position.
+            sample_id: the position. What ``drawn`` gives.
 
         Raises:
             DataError: a shard is missing or changed.
@@ -108,7 +116,11 @@ class ImageSamples(_Samples):
             image = self.transform(image, Draws(self.seed, epoch, number, AUGMENTATION))
         values = np.asarray(image)
         pixels = np.ascontiguousarray(values[None] if values.ndim == 2 else values.transpose(2, 0, 1))
-        return {"image": pixels, "label": label, "number": number, "sample_id": operator.index(position)}
+        sample = {"image": pixels, "label": label, "number": number, "sample_id": operator.index(position)}
+        draws = Draws(self.seed, epoch, number, DRAWS)
+        for draw in self.drawn:
+            sample |= draw(draws, *pixels.shape[1:])
+        return sample
 
 
 class LatentSamples(_Samples):
@@ -176,21 +188,35 @@ def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
         samples: B samples of one kind and one size.
 
     Returns:
-        images: uint8 [B, 3 or 1, H, W], or latents: float32 [B, C, h, w]. labels, numbers, sample_ids: int64 [B]. What
-        ``MixedImages`` and ``NoisedSamples`` add: other_images, boxes, kept, noise; int64 [B] other_labels, timesteps.
+        images: uint8 [B, 3 or 1, H, W], or latents: float32 [B, C, h, w]. labels, numbers, sample_ids: int64 [B]. What is drawn
+        for images: see ``image_operations``. What ``MixedImages`` and ``NoisedSamples`` add: boxes, kept, noise; int64 [B]
+        other_labels, timesteps, and other_rows: places of partners among the images, where those that are not of the batch
+        follow its own.
 
     Raises:
         DataError: images of different sizes.
     """
     name = "image" if "image" in samples[0] else "latent"
-    for sample in samples:
-        if sample[name].shape != samples[0][name].shape:
-            sizes = f"{list(samples[0][name].shape)} and {list(sample[name].shape)} (sample {sample['number']})"
+    batch, pictures = {}, list(samples)
+    if "other" in samples[0]:
+        rows = {sample["sample_id"]: row for row, sample in enumerate(samples)}
+        others = [sample["other"] for sample in samples]
+        for other in others:
+            if rows.setdefault(other["sample_id"], len(pictures)) == len(pictures):
+                pictures.append(other)
+        batch["other_rows"] = torch.tensor([rows[other["sample_id"]] for other in others], dtype=torch.int64)
+        batch["other_labels"] = torch.tensor([other["label"] for other in others], dtype=torch.int64)
+    for sample in pictures:
+        if sample[name].shape != pictures[0][name].shape:
+            sizes = f"{list(pictures[0][name].shape)} and {list(sample[name].shape)} (sample {sample['number']})"
             raise DataError(f"a batch of {name}s of {sizes}; crop them to one size by a transform")
-    batch = {f"{name}s": torch.from_numpy(np.stack([sample[name] for sample in samples]))}
-    for key, plural in ARRAYS.items():
+    for key, plural, given in (
+        (name, f"{name}s", pictures),
+        *((key, plural, pictures) for key, plural in DRAWN.items()),
+        *((key, plural, samples) for key, plural in ARRAYS.items()),
+    ):
         if key in samples[0]:
-            batch[plural] = torch.from_numpy(np.stack([sample[key] for sample in samples]))
+            batch[plural] = torch.from_numpy(np.stack([sample[key] for sample in given]))
     for key, plural in NUMBERS.items():
         if key in samples[0]:
             batch[plural] = torch.tensor([sample[key] for sample in samples], dtype=torch.int64)

@@ -1,17 +1,17 @@
 """Mixup and CutMix: which other sample of the batch a sample is mixed with, and how, as a function of (seed, epoch, sample).
 
 Mixup: Zhang et al. 2018. CutMix: Yun et al. 2019. Every sample draws its own (timm's "elem" mode), so that nothing depends on
-how a batch is cut into micro-batches and ranks.
+how a batch is cut into micro-batches and ranks. Neighbours of the shuffled batch are each other's partners: as random as any
+other pairs, and in a micro-batch of an even size both are there, so that no image is read twice.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lightnet_data import image_dataset
 from lightnet_data.draws import Draws
@@ -24,12 +24,10 @@ class Mix(NamedTuple):
     """How a sample is mixed.
 
     Attributes:
-        partner: place of the other sample in the batch, counted from this one.
         kept: share of this sample in the label (and, in mixup, in each pixel).
         box: top, left, bottom and right of the pixels that are the other's (CutMix), or None.
     """
 
-    partner: int
     kept: float
     box: tuple[int, int, int, int] | None
 
@@ -53,20 +51,28 @@ class Mixing:
         """Whether any sample is mixed."""
         return self.chance > 0 and (self.mixup > 0 or self.cutmix > 0)
 
-    def draw(self, draws: Draws, others: int, height: int, width: int) -> Mix | None:
-        """How a sample of ``height`` x ``width`` is mixed with one of ``others`` more in its batch; None: it is not."""
+    def draw(self, draws: Draws, height: int, width: int) -> Mix | None:
+        """How a sample of ``height`` x ``width`` is mixed; None: it is not."""
         mixed, cut = draws.uniform() < self.chance, draws.uniform() < self.cutmix_share
-        if not (self and mixed and others):
+        if not (self and mixed):
             return None
-        partner = 1 + draws.integer(others)
         if not self.cutmix or (self.mixup and not cut):
-            return Mix(partner, _beta(self.mixup, draws), None)
+            return Mix(_beta(self.mixup, draws), None)
         share = math.sqrt(1.0 - _beta(self.cutmix, draws))
         high, wide = int(height * share), int(width * share)
         down, across = draws.integer(height), draws.integer(width)  # the box's middle; what lies outside is lost
         top, bottom = max(0, down - high // 2), min(height, down + high // 2)
         left, right = max(0, across - wide // 2), min(width, across + wide // 2)
-        return Mix(partner, 1.0 - (bottom - top) * (right - left) / (height * width), (top, left, bottom, right))
+        return Mix(1.0 - (bottom - top) * (right - left) / (height * width), (top, left, bottom, right))
+
+
+def partner(place: int, size: int) -> int:
+    """Place in a batch of ``size`` of the sample that the one at ``place`` is mixed with: its neighbour (0 and 1, 2 and 3 ...).
+
+    The last of an odd number takes the first.
+    """
+    other = place ^ 1
+    return other if other < size else 0
 
 
 def _beta(alpha: float, draws: Draws) -> float:
@@ -92,16 +98,29 @@ class MixedImages(torch.utils.data.Dataset[dict[str, Any]]):
         """The sample at a global position.
 
         Returns:
-            As of ``ImageSamples``, and of the sample it is mixed with: other_image uint8 [3, H, W], other_label; kept
+            As of ``ImageSamples``; other: the sample it is mixed with, as of ``ImageSamples`` (itself if it is not mixed); kept
             float32: this sample's share; box int64 [4]: the other's pixels (CutMix), all 0 without, and kept 1 unmixed.
         """
-        sample = self.samples[position]
+        return self.__getitems__([position])[0]
+
+    def __getitems__(self, positions: Sequence[int]) -> list[dict[str, Any]]:
+        """The samples of a micro-batch, which a ``DataLoader`` asks for at once; each image is read once."""
+        read: dict[int, dict[str, Any]] = {}
+
+        def sample(position: int) -> dict[str, Any]:
+            if position not in read:
+                read[position] = self.samples[position]
+            return read[position]
+
+        return [self._mixed(sample, position) for position in positions]
+
+    def _mixed(self, read: Callable[[int], dict[str, Any]], position: int) -> dict[str, Any]:
+        sample = read(position)
         draws = Draws(self.samples.seed, self.samples.place(position)[0], sample["number"], image_dataset.MIXING)
         first, size = self.batches(position)
-        mix = self.mixing.draw(draws, size - 1, *sample["image"].shape[1:])
+        mix = self.mixing.draw(draws, *sample["image"].shape[1:]) if size > 1 else None
         other, kept, box = sample, 1.0, (0, 0, 0, 0)
         if mix is not None:
-            other = self.samples[first + (position - first + mix.partner) % size]
+            other = read(first + partner(position - first, size))
             kept, box = mix.kept, mix.box or box
-        mixed: dict[str, NDArray[Any] | np.float32] = {"box": np.array(box, dtype=np.int64), "kept": np.float32(kept)}
-        return {**sample, "other_image": other["image"], "other_label": other["label"], **mixed}
+        return {**sample, "other": other, "box": np.array(box, dtype=np.int64), "kept": np.float32(kept)}

@@ -1,71 +1,105 @@
-"""RandAugment (Cubuk et al. 2020) and random erasing (Zhong et al. 2020) on Pillow's operations, as DeiT's recipe has them.
+"""RandAugment (Cubuk et al. 2020) and random erasing (Zhong et al. 2020), as DeiT's recipe has them: what is drawn for an image.
 
-The fifteen operations and their ranges are those of timm's ``rand-m9-mstd0.5-inc1``: every one grows with the magnitude.
+The fifteen operations and their ranges are those of timm's ``rand-m9-mstd0.5-inc1``: every one grows with the magnitude. They
+are done where the model is, on whole batches, by ``image_operations``; a loader only draws them.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lightnet_data import pictures
 from lightnet_data.draws import Draws
 
-GREY = (124, 116, 104)  # what shows where an image was moved away: ImageNet's mean
 MOST = 10.0
+NOISE = 1 << 20  # normal values that erased boxes are filled from
+KINDS = ("none", "table", "equalize", "autocontrast", "color", "contrast", "sharpness", "affine")
+LEVELS = np.arange(256)
 
 
-def _affine(image: Any, *matrix: float) -> Any:
-    """out(x, y) = in(a x + b y + c, d x + e y + f)."""
-    module = pictures.pillow()
-    return image.transform(image.size, module.Transform.AFFINE, matrix, module.Resampling.BICUBIC, fillcolor=GREY)
+class Operation(NamedTuple):
+    """One operation on an image of 8 bits a channel.
+
+    Attributes:
+        kind: of ``KINDS``.
+        table: new value of each, 0 to 255 ("table").
+        numbers: the factor ("color", "contrast", "sharpness"), or a to f of out(x, y) = in(a x + b y + c, d x + e y + f)
+            ("affine").
+    """
+
+    kind: str
+    table: NDArray[Any] = LEVELS
+    numbers: tuple[float, ...] = ()
 
 
-def _rotate(image: Any, share: float) -> Any:
-    return image.rotate(30 * share, pictures.pillow().Resampling.BICUBIC, fillcolor=GREY)
+# Share of the largest effect, -1 to 1 (the sign is drawn), and the image's height and width to the operation.
+Made = Callable[[float, int, int], Operation]
 
 
-def _solarize_add(image: Any, share: float) -> Any:
-    pixels = np.asarray(image).astype(np.int64)
-    added = np.where(pixels < 128, np.minimum(255, pixels + int(110 * abs(share))), pixels)
-    return pictures.pillow().fromarray(added.astype(np.uint8))
+def _always(kind: str) -> Made:
+    return lambda share, height, width: Operation(kind)
 
 
-def _enhanced(name: str) -> Callable[[Any, float], Any]:
-    def operate(image: Any, share: float) -> Any:
-        from PIL import ImageEnhance
-
-        return getattr(ImageEnhance, name)(image).enhance(max(0.1, 1.0 + 0.9 * share))
-
-    return operate
+def _enhanced(kind: str) -> Made:
+    return lambda share, height, width: Operation(kind, numbers=(_factor(share),))
 
 
-def _ops(name: str, *arguments: Callable[[float], int]) -> Callable[[Any, float], Any]:
-    def operate(image: Any, share: float) -> Any:
-        from PIL import ImageOps
-
-        return getattr(ImageOps, name)(image, *(argument(share) for argument in arguments))
-
-    return operate
+def _factor(share: float) -> float:
+    return max(0.1, 1.0 + 0.9 * share)
 
 
-# Image and share of the largest effect, -1 to 1 (the sign is drawn), to the image.
-OPERATIONS: tuple[Callable[[Any, float], Any], ...] = (
-    _ops("autocontrast"),
-    _ops("equalize"),
-    _ops("invert"),
-    _rotate,
-    _ops("posterize", lambda share: 4 - int(4 * abs(share)) or 1),
-    _ops("solarize", lambda share: 256 - min(256, int(256 * abs(share)))),
-    _solarize_add,
-    *(_enhanced(name) for name in ("Color", "Contrast", "Brightness", "Sharpness")),
-    lambda image, share: _affine(image, 1, 0.3 * share, 0, 0, 1, 0),
-    lambda image, share: _affine(image, 1, 0, 0, 0.3 * share, 1, 0),
-    lambda image, share: _affine(image, 1, 0, 0.45 * share * image.width, 0, 1, 0),
-    lambda image, share: _affine(image, 1, 0, 0, 0, 1, 0.45 * share * image.height),
-)
+def _table(values: Callable[[float], Any]) -> Made:
+    return lambda share, height, width: Operation("table", np.clip(values(share), 0, 255).astype(np.int64))
+
+
+def _brightness(share: float) -> Any:
+    return np.float32(_factor(share)) * LEVELS.astype(np.float32)
+
+
+def _posterize(share: float) -> Any:
+    return LEVELS & -(1 << 8 - (4 - int(4 * abs(share)) or 1))
+
+
+def _solarize(share: float) -> Any:
+    return np.where(256 - min(256, int(256 * abs(share))) > LEVELS, LEVELS, 255 - LEVELS)
+
+
+def _solarize_add(share: float) -> Any:
+    return np.where(LEVELS < 128, LEVELS + int(110 * abs(share)), LEVELS)
+
+
+def _affine(matrix: Callable[[float, int, int], tuple[float, ...]]) -> Made:
+    return lambda share, height, width: Operation("affine", numbers=matrix(share, height, width))
+
+
+def _rotation(share: float, height: int, width: int) -> tuple[float, ...]:
+    """Counter-clockwise about the middle, by up to 30 degrees."""
+    angle = -math.radians(30 * share)
+    a, b, d, e = math.cos(angle), math.sin(angle), -math.sin(angle), math.cos(angle)
+    x, y = width / 2, height / 2
+    return a, b, x - a * x - b * y, d, e, y - d * x - e * y
+
+
+OPERATIONS: dict[str, Made] = {
+    "autocontrast": _always("autocontrast"),
+    "equalize": _always("equalize"),
+    "invert": _table(lambda share: 255 - LEVELS),
+    "rotate": _affine(_rotation),
+    "posterize": _table(_posterize),
+    "solarize": _table(_solarize),
+    "solarize_add": _table(_solarize_add),
+    "color": _enhanced("color"),
+    "contrast": _enhanced("contrast"),
+    "brightness": _table(_brightness),
+    "sharpness": _enhanced("sharpness"),
+    "shear_x": _affine(lambda share, height, width: (1, 0.3 * share, 0, 0, 1, 0)),
+    "shear_y": _affine(lambda share, height, width: (1, 0, 0, 0.3 * share, 1, 0)),
+    "translate_x": _affine(lambda share, height, width: (1, 0, 0.45 * share * width, 0, 1, 0)),
+    "translate_y": _affine(lambda share, height, width: (1, 0, 0, 0, 1, 0.45 * share * height)),
+}
 
 
 @dataclass(frozen=True)
@@ -77,15 +111,30 @@ class RandAugment:
     count: int = 2
     chance: float = 0.5
 
-    def __call__(self, image: Any, draws: Draws) -> Any:
-        """A PIL image to another of its size."""
+    def operations(self, draws: Draws, height: int, width: int) -> list[Operation]:
+        """Those of an image, in their order; "none" where one is not taken."""
+        made, found = list(OPERATIONS.values()), []
         for _ in range(self.count):
-            operation, taken = OPERATIONS[draws.integer(len(OPERATIONS))], draws.uniform() < self.chance
+            operation, taken = made[draws.integer(len(made))], draws.uniform() < self.chance
             drawn = self.magnitude + self.spread * float(draws.normals((1,))[0])
             sign = -1.0 if draws.uniform() < 0.5 else 1.0
-            if taken:
-                image = operation(image, sign * min(MOST, max(0.0, drawn)) / MOST)
-        return image
+            share = sign * min(MOST, max(0.0, drawn)) / MOST
+            found.append(operation(share, height, width) if taken else Operation("none"))
+        return found
+
+    def __call__(self, draws: Draws, height: int, width: int) -> dict[str, NDArray[Any]]:
+        """As ``image_operations.augment`` takes it: see :func:`arrays`."""
+        return arrays(self.operations(draws, height, width))
+
+
+def arrays(operations: list[Operation]) -> dict[str, NDArray[Any]]:
+    """operation int64 [count], of ``KINDS``; table uint8 [count, 256]; factors float64 [count, 6]."""
+    numbers = [(*one.numbers, *(0.0,) * (6 - len(one.numbers))) for one in operations]
+    return {
+        "operation": np.array([KINDS.index(one.kind) for one in operations], np.int64),
+        "table": np.stack([one.table for one in operations]).astype(np.uint8),
+        "factors": np.array(numbers, np.float64),
+    }
 
 
 @dataclass(frozen=True)
@@ -96,18 +145,17 @@ class Erase:
     area: tuple[float, float] = (0.02, 1 / 3)
     ratio: tuple[float, float] = (0.3, 1 / 0.3)
 
-    def __call__(self, image: Any, draws: Draws) -> Any:
-        """A PIL image to another of its size."""
-        if draws.uniform() >= self.chance:
-            return image
-        for _ in range(10):
-            area = image.width * image.height * draws.uniform(*self.area)
-            ratio = math.exp(draws.uniform(math.log(self.ratio[0]), math.log(self.ratio[1])))
-            high, wide = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-            if 0 < high < image.height and 0 < wide < image.width:
-                top, left = draws.integer(image.height - high + 1), draws.integer(image.width - wide + 1)
-                pixels = np.array(image)
-                noise = np.array(GREY) + 57.0 * draws.normals((high, wide, 3))
-                pixels[top : top + high, left : left + wide] = np.clip(np.rint(noise), 0, 255).astype(np.uint8)
-                return pictures.pillow().fromarray(pixels)
-        return image
+    def __call__(self, draws: Draws, height: int, width: int) -> dict[str, NDArray[Any]]:
+        """erased int64 [5]: top, left, bottom and right of the box, and the place among ``NOISE`` values where its noise begins;
+        zeros where nothing is erased."""
+        box = (0, 0, 0, 0, 0)
+        if draws.uniform() < self.chance:
+            for _ in range(10):
+                area = height * width * draws.uniform(*self.area)
+                ratio = math.exp(draws.uniform(math.log(self.ratio[0]), math.log(self.ratio[1])))
+                high, wide = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+                if 0 < high < height and 0 < wide < width:
+                    top, left = draws.integer(height - high + 1), draws.integer(width - wide + 1)
+                    box = (top, left, top + high, left + wide, draws.integer(NOISE))
+                    break
+        return {"erased": np.array(box, np.int64)}

@@ -15,7 +15,7 @@ from ..config.model import ImageConfig
 from ..config.run import RunConfig
 from ..errors import UserError
 
-ORDER = 1  # changes when the sample at a position does
+ORDER = 2  # changes when the sample at a position does
 SCALES = (0.5, 2.0)  # standard deviations of scaled latents with which the process's noise makes sense
 
 
@@ -103,10 +103,10 @@ def open_split(folder: str, split: str, config: RunConfig, training: bool) -> Im
         if given.crop_scale is not None:
             steps = [RandomResizedCrop(image.size, given.crop_scale, given.crop_ratio)]
         steps.append(HorizontalFlip(given.flip))
-        steps += [RandAugment(given.randaugment)] if given.randaugment else []
-        steps += [Erase(given.erasing)] if given.erasing else []
     steps += [Grey()] if image.channels == 1 else []
-    return ImageSamples(folder, split, Chain(steps), config.train.seed, training)
+    drawn: list[Any] = [RandAugment(given.randaugment)] if given.randaugment else []
+    drawn += [Erase(given.erasing)] if given.erasing else []
+    return ImageSamples(folder, split, Chain(steps), config.train.seed, training, drawn if training else ())
 
 
 def validation_locations(config: RunConfig) -> dict[str, str]:

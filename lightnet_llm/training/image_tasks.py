@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightnet_data import image_dataset
+from lightnet_data import image_dataset, image_operations
 from lightnet_data.mixing import MixedImages, Mixing
 from lightnet_data.noising import NoisedSamples
 from torch import Tensor
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..parallel.pipeline import PipelinedModel
 
 SUMMED = 1024  # values of a sample that a checksum looks at
+PICTURES = frozenset({"images", *image_dataset.DRAWN.values()})  # of a mixed batch these are its partners' too
 
 
 class ImageTask(Task):
@@ -47,11 +48,15 @@ class ImageTask(Task):
         return {**sample, "label": -1}
 
     def checksum(self, batch: Batch) -> int:
-        sums = torch.stack([_sums(batch[name]) for name in sorted(batch) if name != "sample_ids"]).sum(0) % 1_000_003
+        count, names = len(batch["sample_ids"]), set(batch) - {"sample_ids", "other_rows"}
+        read = {name: batch[name][:count] for name in names}
+        if "other_rows" in batch:
+            read |= {f"other_{name}": batch[name][batch["other_rows"]] for name in names & PICTURES}
+        sums = torch.stack([_sums(read[name]) for name in sorted(read)]).sum(0) % 1_000_003
         return int((sums * (batch["sample_ids"] % 1_000_003 + 1)).sum())
 
     def rows(self, batch: Batch, count: int) -> Batch:
-        return {name: x[:count] for name, x in batch.items()}
+        return {name: x if name in PICTURES and "other_rows" in batch else x[:count] for name, x in batch.items()}
 
 
 def _sums(x: Tensor) -> Tensor:
@@ -66,6 +71,8 @@ def _sums(x: Tensor) -> Tensor:
 class ClassifierTask(ImageTask):
     """Cross entropy against shares of classes: smoothed, and mixed as the images are (DeiT's recipe, paper section 5.3)."""
 
+    on_cpu = frozenset({"operations", "erased"})  # which images are drawn on: looked at there, that nothing waits
+
     def training_samples(self, budget: Budget) -> Any:
         given = self.config.augmentation
         mixing = Mixing(given.mixup, given.cutmix, given.mix_chance, given.cutmix_share)
@@ -77,10 +84,16 @@ class ClassifierTask(ImageTask):
 
     def prepared(self, batch: Batch, training: bool) -> tuple[Tensor, Tensor]:
         """Normed pixels, float32 [B, C, H, W], and shares of classes, float32 [B, classes]."""
-        images, shares = self._normed(batch["images"]), self._shares(batch["labels"], training)
-        if "kept" in batch:
-            others, kept = self._normed(batch["other_images"]), batch["kept"]
-            images = mix(images, others, kept, batch["boxes"])
+        pixels, count = batch["images"], len(batch["labels"])
+        if "operations" in batch:
+            pixels = image_operations.augment(pixels, batch["operations"], batch["tables"], batch["factors"])
+        if "erased" in batch:
+            pixels = image_operations.erase(pixels, batch["erased"])
+        every = self._normed(pixels)
+        images, shares = every[:count], self._shares(batch["labels"], training)
+        if "other_rows" in batch:
+            kept = batch["kept"]
+            images = mix(images, every[batch["other_rows"]], kept, batch["boxes"])
             shares = kept[:, None] * shares + (1.0 - kept[:, None]) * self._shares(batch["other_labels"], training)
         return images, shares
 

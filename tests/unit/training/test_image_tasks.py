@@ -9,8 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightnet_data import image_operations
+from lightnet_data.draws import Draws
 from lightnet_data.errors import DataError
-from lightnet_data.image_dataset import LatentSamples
+from lightnet_data.image_dataset import DRAWN, LatentSamples
+from lightnet_data.rand_augment import Erase, RandAugment, arrays
 from PIL import Image
 
 from lightnet_llm.config import RunConfig, load_config, validate
@@ -20,7 +23,7 @@ from lightnet_llm.models import build_model, diffusion, initialize
 from lightnet_llm.models.classifier import hits
 from lightnet_llm.parallel.clock import Clock
 from lightnet_llm.training import image_data
-from lightnet_llm.training.image_tasks import ClassifierTask, DenoiserTask, mix
+from lightnet_llm.training.image_tasks import PICTURES, ClassifierTask, DenoiserTask, mix
 from lightnet_llm.training.schedule import Budget
 from lightnet_llm.training.tasks import task_of
 from tests.parallel.images import write_classifier, write_denoiser
@@ -78,13 +81,20 @@ def test_grey_images_are_one_channel(tmp_path: Path) -> None:
         assert torch.isfinite(loss) and model.embedding.weight.grad.shape == (16, 1, 4, 4)  # type: ignore[union-attr]
 
 
-def batch_of(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
+def batch_of(rows: int, seed: int = 0, beside: int = 1) -> dict[str, torch.Tensor]:
+    """Mixed samples, ``beside`` of whose partners are not among them."""
     random = np.random.default_rng(seed)
     boxes = [[0, 0, 0, 0], [1, 2, 5, 9], [0, 0, 8, 12], [3, 3, 3, 3]]
+    images = rows + beside
+    drawn = [
+        arrays(RandAugment(chance=0.8).operations(Draws(seed, 0, i), 8, 12)) | Erase(0.5)(Draws(seed, 1, i), 8, 12)
+        for i in range(images)
+    ]
     return {
-        "images": torch.from_numpy(random.integers(0, 256, (rows, 3, 8, 12), dtype=np.uint8)),
-        "other_images": torch.from_numpy(random.integers(0, 256, (rows, 3, 8, 12), dtype=np.uint8)),
+        "images": torch.from_numpy(random.integers(0, 256, (images, 3, 8, 12), dtype=np.uint8)),
+        **{DRAWN[name]: torch.from_numpy(np.stack([one[name] for one in drawn])) for name in drawn[0]},
         "labels": torch.arange(rows) % 5,
+        "other_rows": torch.arange(rows).flip(0) + beside,
         "other_labels": (torch.arange(rows) + 2) % 5,
         "kept": torch.from_numpy(random.random(rows, dtype=np.float32)),
         "boxes": torch.tensor([boxes[i % 4] for i in range(rows)]),
@@ -92,13 +102,24 @@ def batch_of(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
+def cut(batch: dict[str, torch.Tensor], first: int, last: int) -> dict[str, torch.Tensor]:
+    """Samples of a mixed batch, with all images."""
+    order = torch.tensor([*range(first, last), *range(first), *range(last, len(batch["images"]))])
+    found = {name: x[order] if name in PICTURES else x[first:last] for name, x in batch.items()}
+    return {**found, "other_rows": torch.argsort(order)[batch["other_rows"][first:last]]}
+
+
 def test_images_and_labels_are_mixed_as_defined() -> None:
     config = run("classifier", augmentation={"label_smoothing": 0.1})
     batch = batch_of(7)
     images, shares = ClassifierTask(config).prepared(batch, True)
+    pixels = image_operations.augment(batch["images"], batch["operations"], batch["tables"], batch["factors"])
+    pixels = image_operations.erase(pixels, batch["erased"])
+    assert (pixels != batch["images"]).flatten(1).any(1).sum() > 3
     mean, std = (np.array(x, np.float32)[:, None, None] for x in (config.augmentation.mean, config.augmentation.std))
     for i in range(7):
-        own, other = ((batch[name][i].numpy() / np.float32(255) - mean) / std for name in ("images", "other_images"))
+        rows = (i, int(batch["other_rows"][i]))
+        own, other = ((pixels[row].numpy() / np.float32(255) - mean) / std for row in rows)
         kept, (top, left, bottom, right) = float(batch["kept"][i]), batch["boxes"][i].tolist()
         if i % 4 == 0:
             wanted = kept * own + (1 - kept) * other
@@ -118,7 +139,7 @@ def test_what_fills_up_a_batch_does_not_count() -> None:
     task, clock = ClassifierTask(config), Clock(0)
     model = build_model(config.model)
     initialize(model, 1)
-    plain = {name: batch_of(4)[name] for name in ("images", "labels", "sample_ids")}
+    plain = {name: batch_of(4, beside=0)[name] for name in ("images", "labels", "sample_ids")}
     whole = task.figures(model, task.rows(plain, 3), clock)
     filled = task.figures(model, {**plain, "labels": torch.tensor([0, 1, 2, -1])}, clock)
     torch.testing.assert_close(filled * 4 / 3, whole)
@@ -134,10 +155,13 @@ def test_micro_batches_of_one_and_nine_give_the_gradient_of_ten(head: str) -> No
     initialize(model, 1)
     if head == "denoiser":
         torch.nn.init.normal_(model.head.weight, std=0.3)  # type: ignore[union-attr, arg-type]
-    batch = {name: x for name, x in batch_of(10).items() if head == "classifier" or name not in ("kept", "boxes")}
+    batch = batch_of(10, beside=3 if head == "classifier" else 0)
+    if head == "denoiser":
+        batch = {name: batch[name] for name in ("images", "labels", "sample_ids")}
     noise = torch.randn(10, 3, 8, 12, generator=torch.Generator().manual_seed(1))
     batch |= {"noise": noise, "timesteps": torch.arange(10) * 100} if head == "denoiser" else {}
-    parts = [task.rows(batch, 1), {name: x[1:] for name, x in batch.items()}]
+    rest = cut(batch, 1, 10) if head == "classifier" else {name: x[1:] for name, x in batch.items()}
+    parts = [task.rows(batch, 1), rest]
 
     def gradient(pieces: list[dict[str, torch.Tensor]], weigh: bool = True) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64)
@@ -160,7 +184,7 @@ def test_hits() -> None:
 
 
 def test_the_denoiser_is_asked_for_the_noise() -> None:
-    config, batch = run("denoiser"), {"images": batch_of(3)["images"], "labels": torch.tensor([0, 5, -1])}
+    config, batch = run("denoiser"), {"images": batch_of(3, beside=0)["images"], "labels": torch.tensor([0, 5, -1])}
     noise, process = torch.randn(3, 3, 8, 12), diffusion.linear()
     batch |= {"noise": noise, "timesteps": torch.tensor([0, 500, 999]), "sample_ids": torch.arange(3)}
     given: list[torch.Tensor] = []
@@ -182,11 +206,14 @@ def test_the_denoiser_is_asked_for_the_noise() -> None:
 def test_a_checksum_sees_every_part_and_no_order() -> None:
     task, batch = ClassifierTask(run("classifier")), batch_of(6)
     whole = task.checksum(batch)
-    assert whole == sum(task.checksum({k: x[i : i + 1] for k, x in batch.items()}) for i in (4, 2, 5, 0, 1, 3))
+    assert whole == sum(task.checksum(cut(batch, i, i + 1)) for i in (4, 2, 5, 0, 1, 3))
     for name, x in batch.items():
         other = x.clone()
-        other[3] = 1 - other[3] if x.is_floating_point() else 250 - other[3]
+        other[3] = 1 - other[3] if x.is_floating_point() else (5 if name == "other_rows" else 250) - other[3]
         assert task.checksum({**batch, name: other}) != whole, name
+    beside = {**batch, "images": batch["images"].clone()}
+    beside["images"][6] += 1
+    assert task.checksum(beside) != whole, "a partner outside of the batch"
 
 
 @given(
