@@ -66,7 +66,7 @@ def chart(
         marks: dotted (resumed), dashed (stopped), thin (finished) or dash-dotted (skipped) lines, ticks on the axis (saved).
         log: logarithmic y axis, when all values are positive.
         from_zero: y axis starts at 0.
-        clip_peaks: the y axis leaves out the highest values of the beginning, so that the rest can be told apart.
+        clip_peaks: the y axis leaves out the highest values of the lines' beginnings, so that the rest can be told apart.
     """
     drawn = [line for line in (_finite(line) for line in lines) if len(line.x)]
     if not drawn:
@@ -105,8 +105,8 @@ def chart(
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
         if from_zero:
             axes.set_ylim(0, 1.08 * max(values) or None)  # a level line, too, stays clear of the edge
-        if clip_peaks:
-            _clip(axes, values)
+        if clip_peaks and (top := max(_top(line.y) for line in drawn)) < max(values):
+            axes.set_ylim(top=top)
         if len(drawn) > 1 or drawn[0].label:
             axes.legend(facecolor=BACK, framealpha=0.8, edgecolor="none", fontsize=8, ncols=2 if len(drawn) > 4 else 1)
         buffer = io.StringIO()
@@ -165,12 +165,10 @@ def _draw_marks(axes: Any, marks: Sequence[Mark]) -> None:
             axes.vlines(places, 0.0, 1.0, color=color, linestyle=style, linewidth=width, alpha=alpha, transform=along)
 
 
-def _clip(axes: Any, values: list[float]) -> None:
-    """Leave room for the lower nine tenths of the values, generously."""
-    ordered = sorted(values)
-    low, high = ordered[0], ordered[int(0.9 * (len(ordered) - 1))]
-    if ordered[-1] > high + 2 * (high - low) > high:
-        axes.set_ylim(top=high + (high - low))
+def _top(values: Sequence[float]) -> float:
+    """The highest value of a line to show: leaves room for all after its first tenth, generously."""
+    low, most, high = min(values), max(values), max(values[len(values) // 10 :])
+    return high + (high - low) if most > high + 2 * (high - low) > high else most
 
 
 def thin(x: Sequence[float], y: Sequence[float], points: int = POINTS) -> tuple[list[float], list[float]]:

@@ -9,7 +9,7 @@ import statistics
 import time
 from typing import Any
 
-from .read import Run
+from .read import Run, is_number
 
 EVENTS_SHOWN = 40
 BASELINE_COLOR = "#8b95a1"
@@ -18,7 +18,7 @@ UNITS = {"classifier": "nats an image", "denoiser": "objective"}
 
 def unit(run: Run) -> str:
     """What the losses of a run are in."""
-    return UNITS.get(str((run.config.get("model") or {}).get("head")), "nats a token")
+    return UNITS.get(str(run.section("model").get("head")), "nats a token")
 
 
 def view(run: Run, color: str, several: bool) -> dict[str, Any]:
@@ -47,12 +47,12 @@ def summary(run: Run) -> str:
     if not run.steps:
         return "no training step was written down yet"
     last = run.steps[-1]
-    budget = (run.config.get("train") or {}).get("steps")
+    budget = run.section("train").get("steps")
     parts = [f"step {last['step']:,}" + (f" of {budget:,}" if isinstance(budget, int) else "")]
     if last.get("tokens"):
         parts.append(f"{quantity(last['tokens'])} tokens")
-    if isinstance(last.get("loss"), float):
-        parts.append(f"train loss {last['loss']:.4f}")
+    lost = _lost(run)
+    parts.append(f"train loss {last['loss']:.4f}" if lost is None else f"train loss not a number from step {lost:,} on")
     for name, (_, losses) in run.validation_series("loss").items():
         parts.append(f"{name} {losses[-1]:.4f}")
     ends = [event for event in run.events if event.get("event") in ("finished", "stopped")]
@@ -81,9 +81,11 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
         found.append(("steps", f"{last['step']:,}"))
         if last.get("tokens"):
             found.append(("tokens", quantity(last["tokens"])))
-    losses = [value for value in run.series("loss")[1] if math.isfinite(value)]
+    losses = [(step, value) for step, value in zip(*run.series("loss"), strict=True) if math.isfinite(value)]
     if losses:
-        found.append((f"last train loss, {unit(run)}", f"{losses[-1]:.4f}"))
+        step, value = losses[-1]
+        where = "" if _lost(run) is None else f" at step {step:,}"
+        found.append((f"last train loss, {unit(run)}", f"{value:.4f}{where}"))
     for name, (_, values) in run.validation_series("loss").items():
         found.append((f"best {name} loss, {unit(run)}", f"{min(values):.4f}"))
     if run.heldout and isinstance(run.heldout.get("bits_per_byte"), (int, float)):
@@ -101,6 +103,16 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
     if len(times) > 1:
         found.append(("first to last step", duration(times[-1] - times[0])))
     return found
+
+
+def _lost(run: Run) -> int | None:
+    """The step from which on no train loss is a number, None where the last one is."""
+    first = None
+    for row in reversed(run.steps):
+        if is_number(row["loss"]) and math.isfinite(row["loss"]):
+            break
+        first = row["step"]
+    return first
 
 
 def duration(seconds: float) -> str:
@@ -137,14 +149,21 @@ def _heldout(run: Run, color: str) -> dict[str, Any] | None:
 
 
 def _event(event: dict[str, Any]) -> dict[str, str]:
-    when = event.get("time")
     facts = {key: value for key, value in event.items() if key not in ("step", "time", "event")}
     return {
         "step": f"{event['step']:,}",
         "name": str(event["event"]),
-        "time": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)) if isinstance(when, (int, float)) else "",
+        "time": _moment(event.get("time")),
         "facts": ", ".join(f"{key} {value}" for key, value in facts.items()),
     }
+
+
+def _moment(when: Any) -> str:
+    """Local time of seconds since 1970; nothing where that is none."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)) if is_number(when) else ""
+    except (OverflowError, ValueError, OSError):
+        return ""
 
 
 def _environment(run: Run) -> list[tuple[str, str]]:

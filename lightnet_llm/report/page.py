@@ -15,7 +15,7 @@ from markupsafe import Markup
 from ..errors import UserError
 from . import facts
 from .charts import INK, PALETTE, Line, Mark, chart
-from .read import Run, flat, read_run
+from .read import Run, flat, is_number, read_run
 from .template import PAGE, STYLE
 
 LEGEND = (
@@ -208,6 +208,8 @@ def _norm_charts(runs: Sequence[Run], marks: Sequence[Mark]) -> list[tuple[str, 
         series: dict[str, tuple[list[float], list[float]]] = {}
         for row in runs[0].steps:
             for kind, value in ((row.get("norms") or {}).get(what) or {}).items():
+                if not is_number(value):
+                    continue
                 steps, numbers = series.setdefault(kind, ([], []))
                 steps.append(row["step"])
                 numbers.append(value)

@@ -47,14 +47,19 @@ class Run:
     pictures: list[tuple[str, bytes]] = field(default_factory=list)
     damaged: int = 0
 
+    def section(self, name: str) -> dict[str, Any]:
+        """A section of the configuration, empty where it has none."""
+        found = self.config.get(name)
+        return found if isinstance(found, dict) else {}
+
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """Steps and values of a field of the step lines, where it is a number."""
-        rows = [(row["step"], row[name]) for row in self.steps if _is_number(row.get(name))]
+        rows = [(row["step"], row[name]) for row in self.steps if is_number(row.get(name))]
         return [step for step, _ in rows], [value for _, value in rows]
 
     def tokens_at(self) -> dict[int, float]:
         """Tokens trained on by each step that was written down."""
-        return {row["step"]: row["tokens"] for row in self.steps if _is_number(row.get("tokens"))}
+        return {row["step"]: row["tokens"] for row in self.steps if is_number(row.get("tokens"))}
 
     def validation_series(self, metric: str) -> dict[str, tuple[list[float], list[float]]]:
         """Steps and values of ``loss``, ``perplexity`` or ``bits_per_byte`` for each validation set."""
@@ -74,14 +79,15 @@ def _by_name(rows: list[tuple[int, Any]], metric: str) -> dict[str, tuple[list[f
     found: dict[str, tuple[list[float], list[float]]] = {}
     for step, named in rows:
         for name, values in named.items():
-            if isinstance(values, dict) and _is_number(values.get(metric)):
+            if isinstance(values, dict) and is_number(values.get(metric)):
                 steps, numbers = found.setdefault(name, ([], []))
                 steps.append(step)
                 numbers.append(values[metric])
     return found
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a field holds a value: what is not finite is written as null."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -99,7 +105,7 @@ def read_run(path: str | Path) -> Run:
     sets: dict[int, dict[str, dict[str, float]]] = {}
     tasks: dict[int, dict[str, dict[str, float]]] = {}
     for row in _json_lines(metrics, run):
-        if not _is_number(row.get("step")):
+        if not is_number(row.get("step")):
             run.damaged += 1
         elif "event" in row:
             run.events.append(row)
@@ -115,9 +121,10 @@ def read_run(path: str | Path) -> Run:
     run.validations, run.evaluations = sorted(sets.items()), sorted(tasks.items())
     run.config_text = _text(folder / "config.yaml") or ""
     try:
-        run.config = yaml.safe_load(run.config_text) or {}
+        config = yaml.safe_load(run.config_text)
     except yaml.YAMLError:
-        run.config = {}
+        config = None
+    run.config = config if isinstance(config, dict) else {}
     if (folder / "environment.jsonl").is_file():
         run.environments = list(_json_lines(folder / "environment.jsonl", run))
     run.sample = _text(folder / "sample.txt")

@@ -14,7 +14,7 @@ h3 { font-size: .92rem; font-weight: 600; margin: 0 0 .3rem; }
 h1, h2, h3, p { overflow-wrap: anywhere; } p { margin: .4rem 0; } .soft { color: var(--soft); } .small { font-size: .85rem; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(155px, 1fr)); gap: .7rem; margin-top: 1.3rem; }
 .tile { background: var(--box); border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem; }
-.tile b { display: block; white-space: nowrap; font-size: 1.2rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+.tile b { display: block; font-size: 1.2rem; font-weight: 600; font-variant-numeric: tabular-nums; }
 .tile span { color: var(--soft); font-size: .8rem; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(480px, 100%), 1fr)); gap: 1.2rem; }
 figure { margin: 0; border: 1px solid var(--line); border-radius: 8px; padding: .8rem .8rem .3rem; }

@@ -162,6 +162,33 @@ def test_a_run_that_just_began(make_run: Maker) -> None:
     assert "unreadable lines left out: 1" in page.text and page.tags.count("svg") == 1
 
 
+def append(run: Path, *rows: dict[str, object]) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def test_a_run_that_diverged(make_run: Maker) -> None:
+    """Numbers that are not finite are written as null: norms are left out, and the last loss says of which step it is."""
+    run, norms = make_run("diverged"), {"gradient": {"qkv": 1.0, "tpe": None}, "weight": {"qkv": None}}
+    append(run, {"step": 39, "loss": None, "norms": norms}, {"step": 40, "loss": None, "norms": None})
+    _, page = page_of(str(run))
+    assert "train loss not a number from step 39 on" in page.text and "2.0671 at step 38last train loss" in page.text
+    assert "Gradient norm by kind" in page.text and "Weight norm by kind" not in page.text
+    (run / "metrics.jsonl").write_text("")
+    append(run, {"step": 1, "loss": None, "norms": norms})
+    _, page = page_of(str(run))
+    assert "Gradient norm by kind" in page.text and "last train loss" not in page.text
+
+
+@pytest.mark.parametrize("config", ["- a\n- b\n", "words\n", "model: words\ntrain: [1]\n", "{"])
+def test_a_configuration_that_is_none(make_run: Maker, config: str) -> None:
+    run = make_run("made")
+    (run / "config.yaml").write_text(config)
+    append(run, {"step": 40, "event": "resumed", "time": 1e20})
+    _, page = page_of(str(run))
+    assert "last train loss, nats a token" in page.text and "step 40, 20.5k tokens" in page.text
+
+
 def test_reading_drops_what_a_resume_ran_again(make_run: Maker) -> None:
     run = make_run("made")
     with (run / "metrics.jsonl").open("a") as file:
@@ -234,6 +261,32 @@ def test_thinning_keeps_ends_and_spikes() -> None:
     x, kept = charts.thin(range(50_000), y)
     assert len(x) <= charts.POINTS + 2 and max(kept) == 99.0 and x[0] == 0 and x[-1] == 49_999
     assert charts.thin([1, 2], [3, 4]) == ([1, 2], [3, 4])
+
+
+def test_what_the_axis_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The highest values of a line's beginning; no line as a whole, and no values of its end."""
+    tops: list[float] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.set_ylim", lambda axes, **limits: tops.append(limits["top"]))
+
+    def top(*losses: list[float]) -> float | None:
+        tops.clear()
+        lines = [charts.Line(str(len(y)), range(len(y)), y, charts.INK) for y in losses]
+        assert charts.chart("Loss", lines, clip_peaks=True)
+        return tops[0] if tops else None
+
+    falls = [2.6 + 8.2 * (1 + step / 60) ** -0.6 for step in range(10, 50_001, 10)]
+    alone, beside = top(falls), top(falls, falls[:100])
+    assert alone is not None and falls[500] < alone < 4 < falls[0]
+    assert beside is None or beside > falls[10]
+    assert (
+        top([3.0 + 0.001 * (step % 7) for step in range(2000)], [9.0 + 0.001 * (step % 7) for step in range(50)])
+        is None
+    )
+    assert top([3 + 3 * math.exp(-step / 300) for step in range(1900)] + [11.0] * 100) is None
+    spiked = [2 + 9 * math.exp(-step / 10) for step in range(1000)]
+    spiked[500] = 4.0
+    found = top(spiked)
+    assert found is not None and 4.0 < found < 11.0
 
 
 def test_moving_mean() -> None:
