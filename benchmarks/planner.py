@@ -9,28 +9,24 @@
 
 Each case is a few steps of the training engine on bytes of Python's standard library, in processes of its own; as many
 at a time as there are cards for. Memory is the highest of `torch.cuda.max_memory_allocated` over the ranks, held
-against the prediction without its reserve; time is the median of the steps after the first six. `--against` adds what was
-predicted and committed before. Cases marked * in the table are those of which that is asked.
+against the prediction without its reserve; time is the median of the steps after the first six, which nothing waits
+for. `--against` adds what was predicted and committed before. Cases marked * are those of which that is asked.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import gc
 import json
-import os
-import statistics
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from jobs import run_job, side_by_side  # benchmarks/jobs.py, beside this file
-from sequence_parallel import text
+from steps import run_engine
 
 WARM, STEPS, SECONDS = 6, 8, 110
 
@@ -107,66 +103,8 @@ def predict(case: Case, figures: Path | None, gpu: str) -> dict[str, Any]:
 
 def measure(case: Case, cards: list[int]) -> dict[str, Any]:
     """Run a case on these cards; what was measured, or {"failed": why}."""
-    return run_job(rank_main, [case.preset, case.overrides()], cards, SECONDS)
-
-
-def rank_main(request: tuple[str, list[str]]) -> dict[str, Any]:
-    """One rank of one case."""
-    began = time.perf_counter()
-    import torch
-    import torch.distributed as dist
-
-    from lightnet_llm.config import load_config
-    from lightnet_llm.parallel.layout import Groups, prepare_backend
-    from lightnet_llm.parallel.legality import legal_layout
-    from lightnet_llm.training.engine import build_engine
-
-    config, device = load_config(*request), prepare_backend()
-    cuda, world = device.type == "cuda", int(os.environ["WORLD_SIZE"])
-    groups = Groups(legal_layout(config, world))
-    engine = build_engine(config, groups, device)
-    built = time.perf_counter() - began
-    rows, length = config.train.micro_batch, config.data.sequence_length
-    tokens = text(length * 64 + 1) % config.model.vocab_size
-
-    def batches() -> Iterator[dict[str, Any]]:
-        number = groups.place["data"]
-        while True:
-            starts = [(number * rows + row) * length % (63 * length) for row in range(rows)]
-            number += groups.layout.data
-            yield {
-                "input_ids": torch.stack([tokens[start : start + length] for start in starts]),
-                "labels": torch.stack([tokens[start + 1 : start + length + 1] for start in starts]),
-                "cu_seqlens": torch.arange(0, rows * length + 1, length, dtype=torch.int32),
-                "sample_ids": torch.arange(rows) + number * rows,
-            }
-
-    def wait() -> None:
-        if cuda:
-            torch.cuda.synchronize()
-
-    source, times = batches(), []
-    engine.set_rate(1.0)
-    for step in range(WARM + STEPS):
-        wait()
-        began = time.perf_counter()
-        engine.train_step(source, step, config.train.global_batch)
-        wait()
-        times.append(time.perf_counter() - began)
-    gc.collect()
-    held: list[Any] = [None] * world
-    peak = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else (0, 0)
-    dist.all_gather_object(held, peak)
-    return {
-        "card": torch.cuda.get_device_name() if cuda else "cpu",
-        "torch": torch.__version__,
-        "allocated_bytes": [one for one, _ in held] if cuda else None,
-        "reserved_bytes": [two for _, two in held] if cuda else None,
-        "seconds": times,
-        "step_seconds": statistics.median(times[WARM:]),
-        "engine_seconds": built,
-        "first_step_seconds": times[0],
-    }
+    request = {"preset": case.preset, "overrides": case.overrides(), "warm": WARM, "steps": STEPS}
+    return run_job(run_engine, request, cards, SECONDS)
 
 
 def run(arguments: argparse.Namespace, cases: dict[str, Case]) -> int:
