@@ -54,17 +54,17 @@ def trim(hosts: dict[str, int], world: int) -> dict[str, int]:
 
 
 def answering(hosts: dict[str, int]) -> dict[str, int]:
-    """The hosts that let ssh in, asked all at once."""
+    """The hosts that let ssh in, asked all at once; one whose name has no address any more is gone as well."""
     from .launch.command import ssh_arguments
     from .launch.hosts import is_here
 
     command = ["ssh", *ssh_arguments().split()]
-    asked = {
-        host: None
-        if is_here(host)
-        else subprocess.Popen([*command, host, "true"], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for host in hosts
-    }
+    asked: dict[str, subprocess.Popen[bytes] | None] = {}
+    for host in hosts:
+        with contextlib.suppress(UserError):
+            here = is_here(host)
+            words = [*command, host, "true"]
+            asked[host] = None if here else subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     alive = {}
     for host, process in asked.items():
         try:
@@ -83,6 +83,7 @@ class Attempt:
     code: int
     words: list[Failure]
     step: int
+    problem: str | None = None  # why it was not even started
 
     @property
     def ended(self) -> bool:
@@ -97,6 +98,8 @@ class Attempt:
     @property
     def cause(self) -> str:
         """One line."""
+        if self.problem is not None:
+            return self.problem
         if self.words and self.words[0].kind != ENDED:
             word = self.words[0]
             return f"{word.message} (said by rank {word.rank})"
@@ -204,7 +207,13 @@ class Supervisor:
         os.environ[VARIABLE] = str(
             words.resolve()
         )  # before the command is made: it may carry the environment elsewhere
-        command, environment = self.command(world, hosts, ("train.resume=auto",) if count else ())
+        try:
+            command, environment = self.command(world, hosts, ("train.resume=auto",) if count else ())
+        except UserError as error:
+            os.environ.pop(VARIABLE, None)
+            if count == 0:
+                raise
+            return Attempt(1, [], self._last_logged(), str(error))  # such as a host that went in between
         try:
             self.process = subprocess.Popen(command, env=environment, stdout=self.output, start_new_session=True)
             code = self.process.wait()

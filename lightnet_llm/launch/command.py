@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from ..errors import UserError
-from .host import RANK, threads, write_handover
+from ..training.failures import VARIABLE
+from .host import FAILED, RANK, threads, write_handover
 from .hosts import free_port, free_port_on, is_here, master_address, write_hostfile
 
 LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner"]
@@ -74,7 +75,7 @@ def hosts_command(
         overrides: ``key=value``; any characters.
         hosts: slots by host name.
         folder: existing or new folder that all hosts share, the run folder; receives the host file and the handover.
-        environment: passed on whole, but for what belongs to a host or a rank.
+        environment: passed on whole, but for what belongs to a host or a rank; names this start's folder of last words.
 
     Raises:
         UserError: pdsh is missing, or the first host cannot be used.
@@ -92,7 +93,7 @@ def hosts_command(
     port = free_port_on(first, ["ssh", *shlex.split(ssh_arguments())])
     command = [*LAUNCHER, "--hostfile", str(folder / "hostfile"), "--no_ssh", "--node_rank", RANK]
     command += ["--master_addr", master_address(hosts), "--master_port", str(port), *_training(name, overrides)]
-    write_handover(folder / HANDOVER, command, hosts, environment)
+    write_handover(folder / HANDOVER, command, hosts, environment, Path(environment[VARIABLE]) / FAILED)
     on_host = [sys.executable, "-m", "lightnet_llm.launch.host", str(folder / HANDOVER)]
     if alone:
         return [*on_host, first]

@@ -5,8 +5,8 @@ way to other hosts, ``export NAME="value";`` in front of a command that pdsh and
 with ``$``, quotes, backslashes or ``%`` and takes only NCCL and Python variables along. This module needs the standard library
 alone.
 
-It ends everything it started when the host of another rank failed (which it learns from a file beside the handover, since pdsh
-waits for all hosts), and when its parent goes away, since sshd leaves a command running whose connection is gone.
+It ends everything it started when the host of another rank failed (which it learns from a file that the handover names, since
+pdsh waits for all hosts), and when its parent goes away, since sshd leaves a command running whose connection is gone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OWN |= {"CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE", "CUDA_VISIBLE_DEVICES"}
 OWN_PREFIXES = ("SSH_", "XDG_", "DBUS_", "TORCHELASTIC_")
 RANK = "{rank}"
 GRACE = 10.0  # seconds for ranks that are ending by themselves, to write what they know
-FAILED = "failed_host"  # file beside the handover
+FAILED = "failed_host"
 
 
 def travels(name: str) -> bool:
@@ -50,7 +50,9 @@ def travels(name: str) -> bool:
     return name not in OWN and not name.startswith(OWN_PREFIXES)
 
 
-def write_handover(path: Path, command: list[str], hosts: dict[str, int], environment: dict[str, str]) -> None:
+def write_handover(
+    path: Path, command: list[str], hosts: dict[str, int], environment: dict[str, str], failed: Path
+) -> None:
     """Write what the hosts need; only the owner can read the file, since an environment may hold secrets.
 
     Args:
@@ -58,18 +60,20 @@ def write_handover(path: Path, command: list[str], hosts: dict[str, int], enviro
         command: what each host runs; an element ``{rank}`` becomes the host's index.
         hosts: slots by name.
         environment: variables; those that belong to a host or a rank stay behind.
+        failed: file of this one start, by which its first host that fails ends the others. No other start may have it: a
+            run folder may see two at a time, of which the second is refused.
     """
     content: dict[str, Any] = {
         "directory": str(Path.cwd()),
         "hosts": hosts,
         "command": command,
         "environment": {name: value for name, value in environment.items() if travels(name)},
+        "failed": str(failed),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.touch(mode=0o600)
     beside.write_text(json.dumps(content), encoding="ascii")  # bytes of a value that are no UTF-8 survive as surrogates
-    (path.parent / FAILED).unlink(missing_ok=True)
     beside.rename(path)
 
 
@@ -116,7 +120,7 @@ def main(arguments: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, end)
-    failed, deadline = Path(path).parent / FAILED, None
+    failed, deadline = Path(handover["failed"]), None
     while process.poll() is None and (deadline is None or time.monotonic() < deadline):
         if deadline is None and (os.getppid() != parent or failed.exists()):
             deadline = time.monotonic() + GRACE
@@ -128,6 +132,7 @@ def main(arguments: list[str]) -> int:
     if forced and failed.exists():
         return _fail(f"{host}: ended, because {failed.read_text().strip()}")
     if code:
+        failed.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError), failed.open("x") as file:
             file.write(f"host {host} ended with exit code {code}\n")
     return code

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from lightnet_llm.config import RunConfig, validate
 from lightnet_llm.errors import UserError
-from lightnet_llm.supervisor import Hosts, Supervisor, legal_world, trim
+from lightnet_llm.supervisor import Hosts, Supervisor, answering, legal_world, trim
 
 RANK = """
 import json, os, sys
@@ -41,6 +42,8 @@ class Launcher:
 
     def __call__(self, world: int, hosts: Hosts, further: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
         self.calls.append((world, hosts, further))
+        if self.ends[0][0] == "none":
+            raise UserError(self.ends.pop(0)[1])
         return [sys.executable, "-c", RANK, json.dumps(self.ends.pop(0))], dict(os.environ)
 
     def supervise(self, restarts: int, **given: Any) -> Supervisor:
@@ -104,6 +107,28 @@ def test_fewer_hosts_keep_the_global_batch(tmp_path: Path) -> None:
     made = config(global_batch=12, micro_batch=1)
     launcher.supervise(3, config=made, available=lambda hosts: left.pop(0)).run(6, all_hosts)
     assert [call[:2] for call in launcher.calls] == [(6, all_hosts), (4, {"a": 2, "c": 2}), (6, all_hosts)]
+
+
+def test_a_host_whose_name_has_no_address_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def looked_up(host: str, *_: Any, **__: Any) -> list[Any]:
+        if host == "gone":
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(0, 0, 0, "", ("127.0.0.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    assert answering({"gone": 2, "here": 4}) == {"here": 4}
+
+
+def test_a_restart_that_cannot_be_made_is_one_that_failed(tmp_path: Path) -> None:
+    """A host may go between the question and the start; the first start says so at once."""
+    launcher = Launcher(tmp_path, ("lost", "lost rank 1", 5, 70), ("none", "host 'a' has no address", 0, 1), FINE)
+    launcher.supervise(2).run(2)
+    assert [row["cause"] for row in launcher.events() if row["event"] == "failed"] == [
+        "lost rank 1 (said by rank 0)",
+        "host 'a' has no address",
+    ]
+    with pytest.raises(UserError, match=r"^host 'a' has no address$"):
+        Launcher(tmp_path, ("none", "host 'a' has no address", 0, 1)).supervise(2).run(2)
 
 
 def test_too_few_hosts(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from lightnet_llm.errors import UserError
 from lightnet_llm.launch import command, host, hosts
+from lightnet_llm.training import failures
 
 BAD = [
     ("", r"hosts: names no host"),
@@ -122,7 +123,7 @@ def test_handover_loses_nothing(environment: dict[str, str], arguments: list[str
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "handover.json"
         odd = {**environment, "LN": os.fsdecode(b"\xff=bytes that are no text")}
-        host.write_handover(path, ["python", *arguments, host.RANK], {"a": 2, "b": 4}, odd)
+        host.write_handover(path, ["python", *arguments, host.RANK], {"a": 2, "b": 4}, odd, path)
         content = json.loads(path.read_text())
         assert content["environment"] == odd and content["command"] == ["python", *arguments, "{rank}"]
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -139,9 +140,9 @@ def test_host_applies_the_handover(tmp_path: Path) -> None:
         "SSH_AUTH_SOCK": "/tmp/x",
         "BASH_FUNC_module%%": "() { :; }",
     }
-    host.write_handover(path, [sys.executable, "-c", PRINT, "{rank}", "a {rank}"], {"x": 1, "y": 2}, environment)
-    (path.parent / host.FAILED).write_text("of an earlier start")
-    host.write_handover(path, [sys.executable, "-c", PRINT, "{rank}", "a {rank}"], {"x": 1, "y": 2}, environment)
+    words = [sys.executable, "-c", PRINT, "{rank}", "a {rank}"]
+    host.write_handover(path, words, {"x": 1, "y": 2}, environment, tmp_path / "2")
+    (tmp_path / "1").write_text("of an earlier start")
     own = {"PATH": os.environ["PATH"], "HOME": "/mine", "LN_STALE": "kept out", "USER": "me", "RANK": "9"}
     command = [sys.executable, "-m", "lightnet_llm.launch.host", str(path), "y"]
     result = subprocess.run(command, env=own, capture_output=True, text=True)
@@ -159,7 +160,7 @@ def test_host_says_what_it_misses(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert host.main([str(tmp_path / "absent"), "a"]) == 1
     assert "all hosts must see the run folder under the same path" in capsys.readouterr().err
     path = tmp_path / "handover.json"
-    host.write_handover(path, ["true"], {"a": 1}, {})
+    host.write_handover(path, ["true"], {"a": 1}, {}, tmp_path / "failed")
     content = json.loads(path.read_text()) | {"directory": str(tmp_path / "gone")}
     path.write_text(json.dumps(content))
     assert host.main([str(path), "a"]) == 1
@@ -190,7 +191,9 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 def test_host_ends_what_it_started_when_its_connection_goes(tmp_path: Path) -> None:
     path = tmp_path / "handover.json"
-    host.write_handover(path, ["bash", "-c", "sleep 1000 & sleep 1000"], {"a": 1}, dict(os.environ))
+    host.write_handover(
+        path, ["bash", "-c", "sleep 1000 & sleep 1000"], {"a": 1}, dict(os.environ), tmp_path / "failed"
+    )
     process = start(path, "a")
     children = descendants(process, 4)  # the module, bash and two sleeps
     process.send_signal(signal.SIGKILL)
@@ -199,11 +202,19 @@ def test_host_ends_what_it_started_when_its_connection_goes(tmp_path: Path) -> N
 
 
 def test_first_failing_host_ends_the_others(tmp_path: Path) -> None:
+    """... of its own start: a second one on this run folder, which is refused, leaves the first alone."""
     path = tmp_path / "handover.json"
     script = 'if [ "$1" = 1 ]; then exit 3; fi; sleep 1000'
-    host.write_handover(path, ["bash", "-c", script, "x", "{rank}"], {"a": 1, "b": 1}, dict(os.environ))
+    failing = ["bash", "-c", script, "x", "{rank}"]
+    host.write_handover(path, failing, {"a": 1, "b": 1}, dict(os.environ), tmp_path / "1" / "failed")
     first = start(path, "a")
     children = descendants(first, 2)  # the module and sleep
+    ours = path.read_text()
+    host.write_handover(path, failing, {"c": 1, "b": 1}, dict(os.environ), tmp_path / "2" / "failed")
+    assert start(path, "b").wait(30) == 3 and (tmp_path / "2" / "failed").is_file()
+    time.sleep(1)
+    assert first.poll() is None and all(child.is_running() for child in children)
+    path.write_text(ours)
     second = start(path, "b")
     assert second.wait(30) == 3
     assert first.stderr is not None and "a: ended, because host b ended with exit code 3" in first.stderr.read()
@@ -215,7 +226,8 @@ def test_command_for_hosts_is_plain_words(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(command, "free_port_on", lambda *_: 12345)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     folder = tmp_path / "it's 100%n"
-    words = command.hosts_command("c.yaml", ("a=$x y",), {"10.9.0.1": 2, "10.9.0.2": 4}, folder, {"SECRET": "s3cret"})
+    environment = {"SECRET": "s3cret", failures.VARIABLE: str(tmp_path / "1")}
+    words = command.hosts_command("c.yaml", ("a=$x y",), {"10.9.0.1": 2, "10.9.0.2": 4}, folder, environment)
     assert words[0] == "pdsh" and words[words.index("-w") + 1] == "10.9.0.1,10.9.0.2"
     assert "s3cret" not in " ".join(words) and "$x" not in " ".join(words)
     # As pdsh and the remote shell read it:
@@ -224,6 +236,7 @@ def test_command_for_hosts_is_plain_words(tmp_path: Path, monkeypatch: pytest.Mo
     assert shown.splitlines()[-2:] == [str(folder / "handover.json"), "10.9.0.2"]
     content = json.loads((folder / "handover.json").read_text())
     launcher = content["command"]
+    assert content["failed"] == str(tmp_path / "1" / "failed_host")
     assert launcher[launcher.index("--master_addr") + 1] == "10.9.0.1"
     assert launcher[-5:] == ["lightnet_llm.training.main", "--config", "c.yaml", "--launched", "a=$x y"]
     from deepspeed.launcher.runner import parse_args
@@ -234,7 +247,7 @@ def test_command_for_hosts_is_plain_words(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_one_local_host_needs_no_pdsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    words = command.hosts_command("c", (), {"localhost": 2}, tmp_path, {})
+    words = command.hosts_command("c", (), {"localhost": 2}, tmp_path, {failures.VARIABLE: str(tmp_path)})
     assert words[-3:] == ["lightnet_llm.launch.host", str(tmp_path / "handover.json"), "localhost"]
     with pytest.raises(UserError, match="pdsh, which is not installed"):
         command.hosts_command("c", (), {"localhost": 2, "10.9.0.1": 2}, tmp_path, {})
