@@ -149,24 +149,32 @@ def verify(folder: Path, checksums: bool = True) -> dict[str, Any]:
     """Check every file of a checkpoint against its manifest and return the manifest.
 
     Raises:
-        ValueError: names the first file that is missing, of another size or of other content.
+        ValueError: names the first file that is missing, of another size or of other content, or cannot be read.
     """
     manifest = read_manifest(folder)
     for name, facts in manifest["files"].items():
         path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{path}: missing")
-        size = path.stat().st_size
-        if size != facts["bytes"]:
-            raise ValueError(f"{path}: {size} bytes, should be {facts['bytes']}")
-        if checksums and _checksum(path) != facts["xxh3_128"]:
-            raise ValueError(f"{path}: content does not match its checksum")
+        try:
+            if not path.is_file():
+                raise ValueError(f"{path}: missing")
+            size = path.stat().st_size
+            if size != facts["bytes"]:
+                raise ValueError(f"{path}: {size} bytes, should be {facts['bytes']}")
+            if checksums and _checksum(path) != facts["xxh3_128"]:
+                raise ValueError(f"{path}: content does not match its checksum")
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror or error})") from None
     return manifest
 
 
 def listed(root: Path) -> list[Path]:
-    """Checkpoint folders by name, oldest first; not yet verified."""
-    return sorted(path for path in root.glob("step_*") if path.is_dir())
+    """Checkpoint folders, oldest first; not yet verified. Copies that somebody made under names of their own are none."""
+    found = (path for path in root.glob("step_*") if path.name.removeprefix("step_").isdecimal() and path.is_dir())
+    return sorted(found, key=_step_of)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
 
 
 def newest_whole(root: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
@@ -201,8 +209,7 @@ def prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:
         if any(damaged.name.removesuffix(".damaged")[1:] <= folder.name for folder in listed(root)[-1:]):
             shutil.rmtree(damaged, ignore_errors=True)
     for folder in listed(root)[:-keep_last]:
-        step = int(folder.name.removeprefix("step_"))
-        if keep_every and step % keep_every == 0:
+        if keep_every and _step_of(folder) % keep_every == 0:
             continue
         gone = folder.with_name(f".{folder.name}.removed")  # never half there under its own name
         folder.rename(gone)

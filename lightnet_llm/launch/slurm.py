@@ -55,7 +55,7 @@ def _stop_folder(job: Job) -> str:
     if launch.image and launch.volumes:
         first, *_ = launch.volumes.values()
         inside = folder if folder.startswith("/") else f"{first.rstrip('/')}/{folder}"
-        for source, path in launch.volumes.items():
+        for source, path in sorted(launch.volumes.items(), key=lambda one: -len(one[1])):  # the innermost
             if inside.startswith(path.rstrip("/") + "/"):
                 return source.rstrip("/") + inside[len(path.rstrip("/")) :]
     return folder

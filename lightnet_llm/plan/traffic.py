@@ -39,7 +39,7 @@ def link_of(choice: Choice, axis: str, data: int, hardware: Hardware) -> Link:
     """The slowest link between the ranks of a group along an axis.
 
     A ring over several hosts passes through all of a group's cards in each and leaves by each one's own port, so it has
-    the bandwidth of as many ports as the group has cards in a host, up to NVLink's. A message has one port.
+    the bandwidth of as many ports as the group has cards in every one of them, up to NVLink's. A message has one port.
     """
     span = choice.tensor
     if axis != "tensor":
@@ -48,7 +48,8 @@ def link_of(choice: Choice, axis: str, data: int, hardware: Hardware) -> Link:
         span *= data
     if axis == "pipeline":
         span *= choice.pipeline
-    if span <= hardware.per_node:
+    world = choice.tensor * choice.sequence * choice.pipeline * data
+    if world <= hardware.per_node or hardware.per_node % span == 0:  # else some groups lie on two hosts
         return hardware.nvlink
     port = hardware.infiniband
     if axis == "pipeline":
@@ -56,7 +57,7 @@ def link_of(choice: Choice, axis: str, data: int, hardware: Hardware) -> Link:
     apart = (
         1 if axis == "tensor" else choice.tensor
     )  # ranks between neighbours; data-parallel groups hold sequences, too
-    ports = max(1, hardware.per_node // apart)
+    ports = max(1, math.gcd(span, hardware.per_node) // apart)
     return replace(port, bytes_s=min(hardware.nvlink.bytes_s, ports * port.bytes_s))
 
 

@@ -268,6 +268,7 @@ def run(config: RunConfig, launched: bool = False) -> int:
             f"{folder.path} is finished at step {start.finished}; a larger train.steps or train.tokens continues it"
         )
         return start.finished
+    ranks.on_rank_zero(folder.clear_finished)
     started = ranks.on_rank_zero(lambda: time.strftime("%Y%m%d-%H%M%S"))
     watch = watchdog.Watchdog(config.watchdog, folder.path / "hangs" / started, ranks.rank, layout.world)
     watchdog.current = watch

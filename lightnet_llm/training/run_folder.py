@@ -17,7 +17,7 @@ from typing import IO, Any
 import yaml
 from lightnet_data import manifest as manifests
 
-from ..checkpoint.store import write_text
+from ..checkpoint.store import listed, write_text
 from ..config import RunConfig, dump_config, validate
 from ..errors import UserError
 
@@ -75,7 +75,7 @@ class RunFolder:
     @property
     def has_checkpoint(self) -> bool:
         """Whether anything could be resumed."""
-        return any(self.checkpoints.glob("step_*"))
+        return bool(listed(self.checkpoints))
 
     def check(self) -> None:
         """Refuse, before any work, a start that would overwrite a run or a resume that would bend it.
@@ -197,9 +197,16 @@ class RunFolder:
 
     def finished_step(self) -> int | None:
         """The step at which this run reached its budget, if it did."""
-        path = self.path / FINISHED
-        return int(json.loads(path.read_text())["step"]) if path.is_file() else None
+        try:
+            return int(json.loads((self.path / FINISHED).read_text())["step"])
+        except (FileNotFoundError, ValueError):  # not there, or cut: its last checkpoint tells as much
+            return None
 
     def mark_finished(self, step: int) -> None:
         """Record that the budget was reached."""
-        (self.path / FINISHED).write_text(json.dumps({"step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}))
+        facts = {"step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        write_text(self.path / FINISHED, json.dumps(facts))
+
+    def clear_finished(self) -> None:
+        """A run that goes on is not finished, wherever it stops next."""
+        (self.path / FINISHED).unlink(missing_ok=True)

@@ -111,7 +111,9 @@ class Saver:
             job.start(job.write_all)
             return
         self._agree(job)
-        self.ranks.on_rank_zero(lambda: self._commit(job))
+        if self.ranks.rank == 0:
+            job.run(lambda: self._commit(job))
+        self._agree(job)
         job.pause = time.perf_counter() - began
         self._finish(job)
 

@@ -1,5 +1,7 @@
 """Checkpoint folders: whole or absent, the newest last, the right ones kept."""
 
+import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,35 @@ def test_damaged_checkpoints_go_when_their_step_is_there_again(tmp_path: Path) -
     save(tmp_path, 3)
     store.prune(tmp_path, 2, 0)
     assert not aside.exists()
+
+
+def test_copies_under_other_names_are_no_checkpoints(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        save(tmp_path, step)
+    for name in ("step_best", "step_00000002.keep", "step_"):
+        shutil.copytree(tmp_path / "step_00000002", tmp_path / name)
+    assert [folder.name for folder in store.listed(tmp_path)] == [f"step_0000000{step}" for step in (2, 4, 6)]
+    found = store.newest_whole(tmp_path, lambda _: None)
+    assert found is not None and found[0].name == "step_00000006"
+    assert [folder.name for folder in store.prune(tmp_path, 1, 0)] == ["step_00000002", "step_00000004"]
+    assert (tmp_path / "step_best").is_dir() and (tmp_path / "step_00000002.keep").is_dir()
+
+
+def test_one_that_cannot_be_read_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    checksum = store._checksum
+
+    def broken(path: Path) -> str:
+        if "step_00000002" in str(path):
+            raise OSError(errno.EIO, "Input/output error")
+        return checksum(path)
+
+    monkeypatch.setattr(store, "_checksum", broken)
+    said: list[str] = []
+    found = store.newest_whole(tmp_path, said.append)
+    assert found is not None and found[0].name == "step_00000001"
+    assert len(said) == 1 and said[0].endswith("cannot be read (Input/output error)")
 
 
 @pytest.mark.parametrize("killed", ["partial", "removed"])

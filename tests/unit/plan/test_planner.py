@@ -289,6 +289,10 @@ def test_links() -> None:
     assert [link_of(choice, axis, 2, h100).name for axis in ("tensor", "sequence", "data", "pipeline")] == [
         "NVLink", "NVLink", "NVLink", "InfiniBand",
     ]  # fmt: skip
+    three = Choice(1, 1, 3, 1, False)  # of which some lie on two hosts of eight, whose link is one port
+    assert [link_of(three, "sequence", data, h100).name for data in (2, 8)] == ["NVLink", "InfiniBand"]
+    assert link_of(three, "sequence", 8, h100).bytes_s == h100.infiniband.bytes_s
+    assert link_of(three, "data", 8, h100).bytes_s == min(8 * h100.infiniband.bytes_s, h100.nvlink.bytes_s)
 
 
 def test_a_ring_over_hosts_has_all_ports() -> None:
