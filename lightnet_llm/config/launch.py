@@ -25,7 +25,7 @@ class LaunchConfig(Section):
     nodes: int = Field(default=1, gt=0, description="Hosts.")
     gpus_per_node: int = Field(default=8, gt=0, description="GPUs, and so ranks, of each host.")
     cpus_per_node: int | None = Field(
-        default=None, gt=0, description="Processor cores of each host; null: not asked for."
+        default=None, gt=0, description="Processor cores of each host; null: not asked for (Slurm: whole nodes)."
     )
     memory_gib: int | None = Field(default=None, gt=0, description="Memory of each host in GiB; null: not asked for.")
     time: str | None = Field(default="1-00:00:00", description="Slurm: time limit, as [days-]hours:minutes:seconds.")

@@ -55,8 +55,17 @@ def launcher_command(
 
 
 def local_command(name: str, overrides: tuple[str, ...], world: int) -> list[str]:
-    """Start ``world`` ranks of the run on this machine."""
+    """Start ``world`` ranks of the run on this machine.
+
+    Raises:
+        UserError: fewer GPUs are visible, or there is no free port.
+    """
     visible = _visible_gpus()
+    if 0 < len(visible) < world:
+        raise UserError(
+            f"{world} ranks, but CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} names {len(visible)} GPUs; "
+            f"name as many, unset it, or start with --gpus {len(visible)}"
+        )
     if visible:
         where = ["--include", "localhost:" + ",".join(visible[:world])]
     else:

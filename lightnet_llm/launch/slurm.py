@@ -30,6 +30,8 @@ def directives(job: Job) -> dict[str, str | None]:
         "qos": launch.qos,
     }
     found |= {name: str(value) for name, value in optional.items() if value is not None}
+    if launch.cpus_per_node is None:  # a node's one task would be confined to one core
+        found["exclusive"] = None
     if launch.time is not None and launch.grace_seconds:
         found["signal"] = f"B:TERM@{launch.grace_seconds}"
     return found | {"requeue": None, "open-mode": "append", "output": "%x-%j.log"}

@@ -89,6 +89,8 @@ class Trainer:
         while state.step < end:
             step, batch, began = state.step, budget.batch_at(state.step), time.perf_counter()
             self.progress.begin("step", step + 1)
+            if step and batch > budget.batch_at(step - 1):
+                self.progress.recent.clear()  # what steps took so far says nothing about larger ones
             factor = learning_rate_factor(config.schedule, step, budget.steps)
             rate = self.engine.set_rate(config.rate_scale * factor)
             self.engine.measure_groups = self._due(step + 1, config.logging.groups_interval)

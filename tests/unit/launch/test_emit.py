@@ -220,6 +220,7 @@ def sbatch_parser() -> argparse.ArgumentParser:
     for name, pattern in forms.items():
         parser.add_argument(f"--{name}", type=form(pattern))
     parser.add_argument("--requeue", action="store_true")
+    parser.add_argument("--exclusive", action="store_true")
     return parser
 
 
@@ -232,6 +233,7 @@ def test_sbatch_directives(job: Job) -> None:
     launch = job.launch
     assert parsed.nodes == str(launch.nodes) and parsed.gpus_per_node == str(launch.gpus_per_node)
     assert parsed.ntasks_per_node == "1" and parsed.requeue and parsed.partition == launch.partition
+    assert parsed.exclusive == (launch.cpus_per_node is None), "else the task of a node may have one core"
     assert parsed.signal == f"B:TERM@{launch.grace_seconds}" and parsed.time == launch.time
 
 

@@ -245,6 +245,16 @@ def test_command_for_hosts_is_plain_words(tmp_path: Path, monkeypatch: pytest.Mo
     assert parsed.no_ssh and parsed.node_rank == 1 and parsed.master_port == 12345 and parsed.module
 
 
+def test_fewer_visible_gpus_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    words = command.local_command("c", (), 2)
+    assert words[words.index("--include") + 1] == "localhost:2,3"
+    with pytest.raises(
+        UserError, match=r"^4 ranks, but CUDA_VISIBLE_DEVICES=2,3 names 2 GPUs; .* or start with --gpus 2$"
+    ):
+        command.local_command("c", (), 4)
+
+
 def test_one_local_host_needs_no_pdsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     words = command.hosts_command("c", (), {"localhost": 2}, tmp_path, {failures.VARIABLE: str(tmp_path)})
