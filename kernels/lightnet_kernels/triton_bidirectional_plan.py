@@ -247,5 +247,6 @@ def strides_of(unit: int, *tensors: Tensor) -> tuple[int, ...]:
 
 
 def addressable(x: Tensor) -> Tensor:
-    """The tensor with features side by side and rows near enough for 32-bit offsets within a block."""
-    return x if x.stride(3) == 1 and x.stride(1) * BLOCK < 2**31 else x.contiguous()
+    """The tensor with features side by side, and rows and heads near enough for 32-bit offsets within a block's tokens."""
+    near = max(x.stride(1) * BLOCK, x.stride(2) * x.shape[2]) < 2**31
+    return x if x.stride(3) == 1 and near else x.contiguous()

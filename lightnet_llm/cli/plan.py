@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -53,6 +54,8 @@ def plan(
     if calibrate:
         _calibrate(config, gpus, output)
         return
+    if price is not None and not math.isfinite(price):
+        raise UserError(f"--price {price}: not a price; give a number, such as 2.5")
     if config is None:
         raise UserError("lightnet plan needs a CONFIG, such as pile_1b, or --calibrate")
     from ..plan import hardware, planner, report, scaling
@@ -64,7 +67,8 @@ def plan(
     chosen = hardware.load_hardware(card or (names[0] if len(names) == 1 else "h100"), figures)
     world = gpus or loaded.launch.nodes * loaded.launch.gpus_per_node
     found = planner.plan(loaded, world, chosen)
-    points = scaling.scaling(loaded, world, chosen) if plot is not None else None
+    hosts = chosen.in_hosts_of(min(loaded.launch.gpus_per_node, chosen.per_node))
+    points = scaling.scaling(loaded, world, hosts) if plot is not None else None
     if plot is not None and points is not None:
         title = f"{loaded.train.name} on {chosen.card}, predicted"
         scaling.draw(points, title, plot)

@@ -7,6 +7,7 @@ time for a block (ZeRO-3's).
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import dataclass
@@ -72,6 +73,12 @@ class Hardware:
             if name != "gemm_flop_s" and not name.startswith(("nvlink", "infiniband")):
                 setattr(self, name, figure["value"])
 
+    def in_hosts_of(self, cards: int) -> Hardware:
+        """The same card in hosts of so many."""
+        found = copy.copy(self)
+        found.per_node = cards
+        return found
+
     @cached_property
     def nvlink(self) -> Link:
         """Inside a host; PCIe of cards that have no NVLink."""
@@ -117,6 +124,7 @@ def load_hardware(name: str, path: Path | None = None) -> Hardware:
     """
     found = _read(path or SHIPPED)
     shipped = _read(SHIPPED)
+    name = next((one for one in found if one.lower() == name.lower()), name)
     if name not in found:
         hint = nearest(name, list(found))
         raise UserError(f"--gpu {name}: no figures{hint}; there are {', '.join(found)}; others by --calibrate")

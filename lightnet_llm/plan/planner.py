@@ -217,12 +217,18 @@ def plan(config: RunConfig, world: int, hardware: Hardware) -> Plan:
         raise UserError(
             f"model.head: {config.model.head}: lightnet plan knows the memory and time of head: causal_lm and masked_lm"
         )
-    found = find(config, world, hardware)
+    found = find(config, world, hardware.in_hosts_of(per_host(config, world, hardware)))
     if found is None:
         legal_layout(config, world)
         raise AssertionError("a legal layout was not found")
     _ = found.recommended
     return found
+
+
+def per_host(config: RunConfig, world: int, hardware: Hardware) -> int:
+    """GPUs of a host: as many as the configuration and the card have, of several hosts all the same number."""
+    most = min(config.launch.gpus_per_node, hardware.per_node)
+    return most if world <= most else max(size for size in range(1, most + 1) if world % size == 0)
 
 
 def legal_choices(

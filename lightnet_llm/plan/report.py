@@ -81,7 +81,7 @@ def command(plan: Plan, row: Row, given: Sequence[str] | None = None) -> str:
     overrides = [*further, *plan.overrides(row)]
     if plan.world <= plan.hardware.per_node:
         return f"lightnet train {shlex.join([config, *overrides])} --gpus {plan.world}"
-    each = max(size for size in range(1, plan.hardware.per_node + 1) if plan.world % size == 0)
+    each = plan.hardware.per_node
     hosts = [f"launch.nodes={plan.world // each}", f"launch.gpus_per_node={each}"]
     return f"lightnet launch {shlex.join([config, *overrides, *hosts])} --emit slurm"
 

@@ -20,6 +20,25 @@ def test_table_under_the_interpreter():
     run_inside(__file__, "-x")
 
 
+@outside
+@pytest.mark.parametrize(
+    ("shape", "order", "as_it_is"),
+    [
+        ((1, 64, 16, 128), (0, 1, 2, 3), True),
+        ((1, 2**19, 16, 128), (0, 2, 1, 3), True),  # heads first
+        ((1, 2**20, 16, 128), (0, 2, 1, 3), False),  # a head's offset no longer goes into 32 bits
+        ((1, 64, 16, 128), (0, 1, 3, 2), False),  # features apart
+    ],
+)
+def test_what_a_kernel_can_address(shape: tuple[int, ...], order: tuple[int, ...], as_it_is: bool) -> None:
+    from lightnet_kernels.triton_bidirectional_plan import addressable
+
+    laid = torch.empty([shape[axis] for axis in order], dtype=BF16, device="meta")
+    x = laid.permute([order.index(axis) for axis in range(4)])
+    assert tuple(x.shape) == shape and (addressable(x) is x) == as_it_is
+    assert addressable(x).stride(3) == 1
+
+
 @pytest.mark.skipif(INSIDE, reason="the interpreter takes CPU tensors")
 def test_refusals_name_a_way_out():
     inputs = {name: x.float() for name, x in make(1, 3, 1, 8, 8).items()}

@@ -295,6 +295,14 @@ def test_links() -> None:
     assert link_of(three, "data", 8, h100).bytes_s == min(8 * h100.infiniband.bytes_s, h100.nvlink.bytes_s)
 
 
+def test_hosts_are_those_of_the_command() -> None:
+    h100, config = load_hardware("H100"), load_config("pile_1b", ["launch.nodes=4", "launch.gpus_per_node=4"])
+    assert [planner.per_host(config, world, h100) for world in (2, 4, 6, 13, 16)] == [4, 4, 3, 1, 4]
+    found = planner.plan(config, 16, h100)
+    assert found.hardware.per_node == 4
+    assert report.command(found, found.recommended).count("launch.gpus_per_node=4") == 1
+
+
 def test_a_ring_over_hosts_has_all_ports() -> None:
     h100 = load_hardware("h100")
     port = h100.infiniband.bytes_s
@@ -416,6 +424,8 @@ def test_text() -> None:
         ([], "needs a CONFIG"),
         (["pile_1z"], "did you mean"),
         (["pile_1b", "--gpu", "h10"], "did you mean 'h100'"),
+        (["pile_1b", "--price", "nan"], "not a price"),
+        (["pile_1b", "--price", "inf"], "not a price"),
         (["pile_1b", "--gpus", "5003"], "no layout of this run is legal on 5003 ranks"),
         (["pile_1b", "model.heds=3"], "unknown key"),
         (["pile_1b", "--plot", "x.pdf"], r"x\.png"),
