@@ -71,7 +71,8 @@ class Marks:
     """Moments of a device, or of this process where there is none, that nothing waits for until they are read."""
 
     def __init__(self, cuda: bool) -> None:
-        self.cuda, self.marks = cuda, []  # type: bool, list[Any]
+        self.cuda = cuda
+        self.marks: list[Any] = []
 
     def mark(self) -> None:
         import torch

@@ -67,8 +67,7 @@ def plan(
     chosen = hardware.load_hardware(card or (names[0] if len(names) == 1 else "h100"), figures)
     world = gpus or loaded.launch.nodes * loaded.launch.gpus_per_node
     found = planner.plan(loaded, world, chosen)
-    hosts = chosen.in_hosts_of(min(loaded.launch.gpus_per_node, chosen.per_node))
-    points = scaling.scaling(loaded, world, hosts) if plot is not None else None
+    points = scaling.scaling(loaded, world, chosen) if plot is not None else None
     if plot is not None and points is not None:
         title = f"{loaded.train.name} on {chosen.card}, predicted"
         scaling.draw(points, title, plot)

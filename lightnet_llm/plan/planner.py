@@ -186,7 +186,7 @@ def find(
         parts: of the same model, to share what was worked out for another number of cards.
         wanted: may leave choices out; largest micro-batches are then left out, too.
     """
-    parts = parts or Parts(config)
+    parts, hardware = parts or Parts(config), hardware.in_hosts_of(per_host(config, world, hardware))
     rows = [
         _row(config, parts, choice, micros, world, hardware, largest=wanted is None)
         for choice, micros in legal_choices(config, world, wanted)
@@ -217,7 +217,7 @@ def plan(config: RunConfig, world: int, hardware: Hardware) -> Plan:
         raise UserError(
             f"model.head: {config.model.head}: lightnet plan knows the memory and time of head: causal_lm and masked_lm"
         )
-    found = find(config, world, hardware.in_hosts_of(per_host(config, world, hardware)))
+    found = find(config, world, hardware)
     if found is None:
         legal_layout(config, world)
         raise AssertionError("a legal layout was not found")

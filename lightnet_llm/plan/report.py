@@ -78,7 +78,8 @@ def cost(plan: Plan, row: Row, price: float | None) -> float | None:
 def command(plan: Plan, row: Row, given: Sequence[str] | None = None) -> str:
     """What starts a layout: on one host at once, on several by a script of ``lightnet launch``."""
     config, *further = given or [str(plan.config.train.name)]
-    overrides = [*further, *plan.overrides(row)]
+    own = ("launch.nodes=", "launch.gpus_per_node=")  # in place of those given
+    overrides = [*(one for one in further if not one.startswith(own)), *plan.overrides(row)]
     if plan.world <= plan.hardware.per_node:
         return f"lightnet train {shlex.join([config, *overrides])} --gpus {plan.world}"
     each = plan.hardware.per_node

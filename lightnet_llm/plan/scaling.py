@@ -55,7 +55,7 @@ def scaling(config: RunConfig, world: int, hardware: Hardware) -> dict[str, list
         return (
             choice.sequence == own.sequence
             and choice.zero_stage in {1, own.zero_stage}
-            and hardware.per_node % choice.tensor == 0
+            and min(config.launch.gpus_per_node, hardware.per_node) % choice.tensor == 0
         )
 
     parts = Parts(config)

@@ -88,9 +88,7 @@ class Trainer:
         guard = self.engine.guard
         while state.step < end:
             step, batch, began = state.step, budget.batch_at(state.step), time.perf_counter()
-            self.progress.begin("step", step + 1)
-            if step and batch > budget.batch_at(step - 1):
-                self.progress.recent.clear()  # what steps took so far says nothing about larger ones
+            self.progress.begin("step", step + 1, batch)
             factor = learning_rate_factor(config.schedule, step, budget.steps)
             rate = self.engine.set_rate(config.rate_scale * factor)
             self.engine.measure_groups = self._due(step + 1, config.logging.groups_interval)

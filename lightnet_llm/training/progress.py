@@ -37,19 +37,24 @@ class Progress:
         detail: what of the phase, such as "forward of micro-batch 3".
         since: when the phase began, monotonic seconds.
         moved: when the last note was made.
-        recent: seconds of the last 50 steps.
+        recent: seconds of the last 50 steps, since they had so many samples.
+        samples: of the present step.
     """
 
     def __init__(self) -> None:
-        self.phase, self.step, self.detail = "start", 0, ""
+        self.phase, self.step, self.detail, self.samples = "start", 0, "", 0
         self.since = self.moved = time.monotonic()
         self.recent: deque[float] = deque(maxlen=50)
 
-    def begin(self, phase: str, step: int | None = None) -> None:
-        """A phase begins; the one before it has ended."""
+    def begin(self, phase: str, step: int | None = None, samples: int | None = None) -> None:
+        """A phase begins; the one before it has ended. Of a step, how many samples it has."""
         now = time.monotonic()
         if self.phase == "step":
             self.recent.append(now - self.since)
+        if samples is not None and samples != self.samples:
+            if samples > self.samples:
+                self.recent.clear()  # what smaller steps took says nothing about this one
+            self.samples = samples
         self.phase, self.detail = phase, ""
         self.step = self.step if step is None else step
         self.since = self.moved = now

@@ -224,6 +224,13 @@ def sbatch_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def test_the_stop_is_asked_for_where_the_run_is(source: str) -> None:
+    """Of nested volumes the innermost holds the run folder."""
+    volumes = "launch.volumes={/lustre/me: /work, /scratch/runs: /work/runs}"
+    job = job_of(source, ("launch.image=x", volumes, "train.output=/work/runs", "train.name=small"))
+    assert "run=/scratch/runs/small" in slurm.emit(job)
+
+
 def test_sbatch_directives(job: Job) -> None:
     text = slurm.emit(job).splitlines()
     found = [line.removeprefix("#SBATCH ") for line in text if line.startswith("#SBATCH")]

@@ -300,7 +300,8 @@ def test_hosts_are_those_of_the_command() -> None:
     assert [planner.per_host(config, world, h100) for world in (2, 4, 6, 13, 16)] == [4, 4, 3, 1, 4]
     found = planner.plan(config, 16, h100)
     assert found.hardware.per_node == 4
-    assert report.command(found, found.recommended).count("launch.gpus_per_node=4") == 1
+    given = ("pile_1b", "launch.nodes=4", "launch.gpus_per_node=4")
+    assert report.command(found, found.recommended, given).count("launch.gpus_per_node=4") == 1
 
 
 def test_a_ring_over_hosts_has_all_ports() -> None:

@@ -84,6 +84,16 @@ def test_progress_counts_steps_alone() -> None:
     assert len(progress.recent) == 2 and str(progress) == "validation after step 3, micro-batch 2"
 
 
+def test_steps_of_a_smaller_batch_say_nothing_about_larger_ones() -> None:
+    progress = Progress()
+    counts = []
+    for step, samples in enumerate((2, 2, 2, 16, 16, 4), 1):
+        progress.begin("step", step, samples)
+        counts.append(len(progress.recent))
+        progress.begin("bookkeeping")
+    assert counts == [0, 1, 2, 0, 1, 2]
+
+
 def test_where_the_main_thread_is() -> None:
     found = []
     thread = threading.Thread(target=lambda: found.append(waiting_in()))
