@@ -14,6 +14,7 @@ from typing import Any
 from sequence_parallel import text
 
 PROFILED = 3
+KERNELS = 50  # named with a breakdown
 DOCUMENT = 700  # tokens, in the mean
 # Parts of kernels' names, the first that fits; names of this package's kernels come before.
 NAMES = {
@@ -99,7 +100,8 @@ def timed(step: Callable[[int], object], warm: int, steps: int, profile: bool, c
     """Call ``step(number)``: ``warm`` times, then ``steps`` times between marks, then, if asked, under a profiler.
 
     Returns:
-        step_seconds (median), seconds (each), first_step_seconds; on a GPU allocated_bytes and reserved_bytes, peaks; breakdown.
+        step_seconds (median), seconds (each), first_step_seconds; on a GPU allocated_bytes and reserved_bytes, peaks; breakdown and
+        kernels, as of :func:`breakdown`.
     """
     import torch
 
@@ -129,7 +131,7 @@ def timed(step: Callable[[int], object], warm: int, steps: int, profile: bool, c
         }
         found |= peaks
     if profile and cuda:
-        found["breakdown"] = breakdown(lambda number: step(warm + steps + number), wait)
+        found["breakdown"], found["kernels"] = breakdown(lambda number: step(warm + steps + number), wait)
     return found
 
 
@@ -175,8 +177,9 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def breakdown(step: Callable[[int], object], wait: Callable[[], None]) -> dict[str, float]:
-    """Milliseconds of a step by kind of kernel, "busy" (any of them runs) and "idle" (the rest of the profiled steps)."""
+def breakdown(step: Callable[[int], object], wait: Callable[[], None]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Milliseconds of a step by kind of kernel, "busy" (any of them runs) and "idle" (the rest of the profiled steps); and
+    the kernels that take most of it: name, milliseconds and calls a step."""
     from torch.profiler import ProfilerActivity, profile
 
     wait()
@@ -188,11 +191,13 @@ def breakdown(step: Callable[[int], object], wait: Callable[[], None]) -> dict[s
         marks.mark()
         whole = sum(marks.seconds())
     kinds: dict[str, float] = defaultdict(float)
+    kernels: dict[str, list[float]] = defaultdict(list)
     spans = []
     for event in profiler.events():
         start, end = event.time_range.start, event.time_range.end
         if str(event.device_type).endswith("CUDA") and end > start:
             kinds[kind(event.name)] += (end - start) / 1e3 / PROFILED
+            kernels[event.name[:120]].append((end - start) / 1e3 / PROFILED)
             spans.append((start, end))
     busy, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
@@ -200,7 +205,12 @@ def breakdown(step: Callable[[int], object], wait: Callable[[], None]) -> dict[s
         reached = max(reached, end)
     busy /= 1e3 * PROFILED
     rows = {name: round(value, 3) for name, value in sorted(kinds.items(), key=lambda one: -one[1])}
-    return {**rows, "busy": round(busy, 3), "idle": round(1e3 * whole / PROFILED - busy, 3)}
+    most = sorted(kernels.items(), key=lambda one: -sum(one[1]))[:KERNELS]
+    table = [
+        {"name": name, "milliseconds": round(sum(times), 3), "calls": round(len(times) / PROFILED, 2)}
+        for name, times in most
+    ]
+    return {**rows, "busy": round(busy, 3), "idle": round(1e3 * whole / PROFILED - busy, 3)}, table
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from steps import breakdown  # benchmarks/steps.py, beside this file
 from torch import Tensor, nn
 
 from lightnet_llm.config import ModelConfig, load_config
@@ -181,6 +182,10 @@ def measure(
         "images_per_second": round(batch / statistics.median(times), 2),
         "milliseconds": [round(1e3 * t, 2) for t in times],
     }
+    if given.profile and DEVICE.type == "cuda":
+        found["breakdown"], found["kernels"] = breakdown(
+            lambda number: seconds(loss, images, optimizer, 1), torch.cuda.synchronize
+        )
     del model, loss, optimizer, images
     gc.collect()
     if DEVICE.type == "cuda":
@@ -195,6 +200,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", help="only models whose names hold this")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--profile", action="store_true", help="keep what a step consists of, too")
     parser.add_argument("--tiny", action="store_true", help="Small models on small images, to try the path.")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
