@@ -100,8 +100,8 @@ def timed(step: Callable[[int], object], warm: int, steps: int, profile: bool, c
     """Call ``step(number)``: ``warm`` times, then ``steps`` times between marks, then, if asked, under a profiler.
 
     Returns:
-        step_seconds (median), seconds (each), first_step_seconds; on a GPU allocated_bytes and reserved_bytes, peaks; breakdown and
-        kernels, as of :func:`breakdown`.
+        step_seconds (median), seconds (each), first_step_seconds; on a GPU allocated_bytes and reserved_bytes, peaks;
+        breakdown and kernels, as of :func:`breakdown`.
     """
     import torch
 

@@ -135,8 +135,8 @@ def models(case: str, side: int, tiny: bool) -> dict[str, Callable[[], tuple[nn.
     }
 
 
-def seconds(loss: Loss, images: Tensor, optimizer: torch.optim.Optimizer, steps: int) -> float:
-    """Of one step, a mean over ``steps``."""
+def seconds(loss: Loss, images: Tensor, optimizer: torch.optim.Optimizer, steps: int) -> tuple[float, float]:
+    """Of one step, a mean over ``steps``; and how much of it the host takes to start all of the step's work."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -144,9 +144,10 @@ def seconds(loss: Loss, images: Tensor, optimizer: torch.optim.Optimizer, steps:
         loss(images).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    host = time.perf_counter() - began
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - began) / steps
+    return (time.perf_counter() - began) / steps, host / steps
 
 
 def measure(
@@ -170,7 +171,8 @@ def measure(
         torch.cuda.empty_cache()
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    times = [seconds(loss, images, optimizer, given.steps) for _ in range(given.repeat)]
+    taken = [seconds(loss, images, optimizer, given.steps) for _ in range(given.repeat)]
+    times, hosts = zip(*taken, strict=True)
     peak = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else None
     found = {
         "model": name,
@@ -181,11 +183,12 @@ def measure(
     found |= {
         "images_per_second": round(batch / statistics.median(times), 2),
         "milliseconds": [round(1e3 * t, 2) for t in times],
+        "host_milliseconds": round(1e3 * statistics.median(hosts), 2),
     }
     if given.profile and DEVICE.type == "cuda":
-        found["breakdown"], found["kernels"] = breakdown(
-            lambda number: seconds(loss, images, optimizer, 1), torch.cuda.synchronize
-        )
+        one = functools.partial(seconds, loss, images, optimizer)
+        found["breakdown"], found["kernels"] = breakdown(lambda number, one=one: one(1), torch.cuda.synchronize)
+        del one
     del model, loss, optimizer, images
     gc.collect()
     if DEVICE.type == "cuda":
