@@ -13,6 +13,15 @@ from ..config.launch import LaunchConfig
 from ..errors import UserError
 
 TRAINING = "lightnet_llm.training.main"
+# Shell lines that wait for the command before them. A signal ends a wait, not the command: what traps one sets ``again``.
+AWAITED = [
+    "job=$!",
+    "again=1",
+    'while [ -n "$again" ]; do',
+    "    again='' code=0",
+    '    wait "$job" || code=$?',
+    "done",
+]
 
 
 @dataclass(frozen=True)

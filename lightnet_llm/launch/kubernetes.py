@@ -8,7 +8,9 @@ from typing import Any
 
 import yaml
 
-from .job import TRAINING, Job
+from ..checkpoint.store import LATEST, step_name
+from ..training.failures import STOPPED
+from .job import AWAITED, TRAINING, Job
 
 PORT = 29500  # pods have an address of their own, so nothing else is there
 IMAGE = "lightnet:latest"
@@ -26,9 +28,34 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
+def _script(job: Job) -> str:
+    """What a pod runs: torchrun, a stop when the pod is removed, and the exit code that says whether the Job goes on."""
+    at = job.config.train.stop_at_step
+    text = [
+        *map(_literal, job.launch.setup or []),
+        f"run={_literal(shlex.quote(job.run_folder))}",
+        "# SIGTERM comes here before the pod is removed. All pods then save after the step they are in.",
+        "stop() {",
+        "    again=1  # the signal ends a wait, not torchrun",
+        '    mkdir -p "$run" && echo removed > "$run/stop"',
+        "}",
+        "trap stop TERM",
+        'torchrun --node-rank="$JOB_COMPLETION_INDEX" "$@" &',
+        *AWAITED,
+        "# 0 would complete this pod's part of the Job, which goes on until the training is finished.",
+        'if [ "$code" -eq 0 ] && [ ! -e "$run/finished.json" ]; then',
+        f"    code={STOPPED}",
+    ]
+    if at is not None:  # names of checkpoints are as long as each other, so they sort by step
+        text += [
+            f'    read -r saved < "$run/checkpoints/{LATEST}"',
+            f'    [[ "$saved" < {step_name(at)} ]] || code=0  # train.stop_at_step',
+        ]
+    return "\n".join([*text, "fi", 'exit "$code"'])
+
+
 def _container(job: Job, name: str, volumes: dict[str, str]) -> dict[str, Any]:
     launch = job.launch
-    start = "; ".join([*(launch.setup or []), 'exec torchrun --node-rank="$JOB_COMPLETION_INDEX" "$@"'])
     training = job.training(None if job.is_preset else f"{FOLDER}/{job.name}.yaml")
     rendezvous = ["--standalone"] if launch.nodes == 1 else [f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
     arguments = [f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.gpus_per_node}", *rendezvous]
@@ -40,18 +67,14 @@ def _container(job: Job, name: str, volumes: dict[str, str]) -> dict[str, Any]:
     }
     if any(asked.values()):
         resources["requests"] = {key: value for key, value in asked.items() if value is not None}
-    # Before a pod is removed: the ranks save after the step they are in. Process 1 is torchrun.
-    run = shlex.quote(job.run_folder)
-    stop = f"mkdir -p {run} && echo removed > {run}/stop; while kill -0 1; do sleep 1; done"
     container: dict[str, Any] = {
         "name": "train",
         "image": launch.image or IMAGE,
         "workingDir": next(iter(volumes.values())),
-        "command": ["bash", "-c", start, "torchrun"],
+        "command": ["bash", "-c", _script(job), "torchrun"],
         "args": arguments,
         "resources": resources,
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
-        "lifecycle": {"preStop": {"exec": {"command": ["bash", "-c", stop]}}},
     }
     if launch.environment:
         container["env"] = [{"name": key, "value": _literal(value)} for key, value in launch.environment.items()]
@@ -87,16 +110,25 @@ def documents(job: Job) -> list[dict[str, Any]]:
     found.append({"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": service})
     pod = {
         "subdomain": name,
-        "restartPolicy": "OnFailure",
+        "restartPolicy": "Never",  # the Job makes another pod; a podFailurePolicy wants it so
         "terminationGracePeriodSeconds": launch.grace_seconds,
         "containers": [container],
         "volumes": pod_volumes,
     }
+    removed = {"type": "DisruptionTarget", "status": "True"}
+    stopped = {"containerName": container["name"], "operator": "In", "values": [STOPPED]}
     spec = {
         "completions": launch.nodes,
         "parallelism": launch.nodes,
         "completionMode": "Indexed",
         "backoffLimit": 6 * launch.nodes,  # a lost pod ends the others, and all start again and resume
+        # A pod that was drained, preempted or lost with its node, and one that saved and stopped with it, are no failures.
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [removed]},
+                {"action": "Ignore", "onExitCodes": stopped},
+            ]
+        },
         "template": {"metadata": {"labels": {"app": name}}, "spec": pod},
     }
     return [*found, {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": spec}]

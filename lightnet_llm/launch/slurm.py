@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from .job import TRAINING, Job, lines, wrapped
+from .job import AWAITED, TRAINING, Job, lines, wrapped
 
 # A free port of the first node, where the batch script runs: one to which nothing answers.
 PORT = """for MASTER_PORT in $(shuf -i 10000-31999 -n 50); do
@@ -98,12 +98,7 @@ def emit(job: Job) -> str:
         "trap stop TERM",
         "",
         wrapped(srun) + " &",
-        "job=$!",
-        "again=1",
-        'while [ -n "$again" ]; do',
-        "    again='' code=0",
-        '    wait "$job" || code=$?',
-        "done",
+        *AWAITED,
         'if [ -n "$stopped" ] && [ "$code" -eq 0 ] && [ ! -e "$run/finished.json" ]; then',
         '    scontrol requeue "$SLURM_JOB_ID"',
         "fi",

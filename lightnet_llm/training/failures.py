@@ -11,6 +11,7 @@ from pathlib import Path
 # A folder of one attempt, on a file system that all hosts share; set by the supervisor, absent in a run by hand.
 VARIABLE = "LIGHTNET_FAILURES"
 REFUSED, FAILED, HUNG = 1, 70, 75  # exit codes: the user must act; a rank broke; a watchdog ended the run
+STOPPED = 85  # of a pod, never of a rank: asked to stop before the end, saved, and to be started again
 ENDED = "ended"
 # The first of these kinds is the cause, what follows is its consequence.
 ORDER = ("refused", "failed", "hung", "lost")

@@ -312,7 +312,7 @@ def test_kubernetes_objects(job: Job) -> None:
     words = [expanded(word) for word in container["args"]]
     assert words[-2:] == ["--config", f"{mount['mountPath']}/{name}"] and text == dump_config(job.config)
     # As the pod's bash runs it, with a torchrun that prints its words:
-    script = "torchrun() { printf '%s\\0' \"$@\"; }; " + container["command"][2].replace("exec torchrun", "torchrun")
+    script = "torchrun() { printf '%s\\0' \"$@\"; }; " + container["command"][2]
     command = ["bash", "-c", expanded(script), *container["command"][3:], *words]
     shown = subprocess.run(
         command, capture_output=True, text=True, env={"JOB_COMPLETION_INDEX": "1", "PATH": "/bin"}
@@ -323,6 +323,46 @@ def test_kubernetes_objects(job: Job) -> None:
     assert parsed.node_rank == 1 and parsed.nnodes == str(job.launch.nodes)
     if job.launch.nodes > 1:
         assert parsed.master_addr == f"{run['metadata']['name']}-0.{service['metadata']['name']}"
+
+
+@pytest.mark.parametrize("stop_at", [None, 40])
+def test_kubernetes_goes_on_until_the_end(stop_at: int | None, source: str, tmp_path: Path) -> None:
+    """One of two pods is removed: the ranks of both save and exit 0, and both pods are started again unless it is the end."""
+    given = ["launch.nodes=2", f"train.output={tmp_path}/it's $HOME $$ runs"]
+    job = job_of(source, (*given, *([] if stop_at is None else [f"train.stop_at_step={stop_at}"])))
+    run = Path(job.run_folder)
+    (run / "checkpoints").mkdir(parents=True)
+    spec = list(yaml.safe_load_all(kubernetes.emit(job)))[-1]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    disrupted, stopped = spec["podFailurePolicy"]["rules"]
+    assert spec["template"]["spec"]["restartPolicy"] == "Never", "else kubectl refuses a podFailurePolicy"
+    assert disrupted["action"] == stopped["action"] == "Ignore", "neither counts towards backoffLimit"
+    assert disrupted["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    again = stopped["onExitCodes"]["values"]
+    assert stopped["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": again}
+    assert not {0, 1, 70, 75} & set(again), "codes that mean something else"
+    program = tmp_path / "torchrun"
+    program.write_text(f"""#!/bin/bash
+touch {tmp_path}/started.$$
+while [ ! -e "$RUN/stop" ]; do sleep 0.05; done
+sleep 0.5
+exit ${{CODE:-0}}
+""")
+    program.chmod(0o755)
+    ends = [(0, False, 39, again), (0, True, 39, [0]), (3, False, 39, [3]), (0, False, 40, [0] if stop_at else again)]
+    for code, finished, saved, wanted in ends:
+        for path in (*tmp_path.glob("started.*"), run / "stop", run / "finished.json"):
+            path.unlink(missing_ok=True)
+        if finished:
+            (run / "finished.json").write_text("{}")
+        (run / "checkpoints/latest").write_text(f"step_{saved:08d}\n")
+        words = [expanded(word) for word in container["command"]]
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "RUN": str(run), "CODE": str(code)}
+        pods = [subprocess.Popen(words, env=environment | {"JOB_COMPLETION_INDEX": str(i)}) for i in range(2)]
+        while len(list(tmp_path.glob("started.*"))) < 2:
+            assert [pod.poll() for pod in pods] == [None, None]
+        pods[1].terminate()
+        assert [pod.wait(20) for pod in pods] == wanted * 2, (code, finished, saved)
 
 
 def test_kubernetes_config_trains(job: Job, tmp_path: Path) -> None:
