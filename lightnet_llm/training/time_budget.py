@@ -21,7 +21,7 @@ from ..parallel.agreement import Agreement
 from ..parallel.layout import Groups
 from . import data
 from .engine import build_engine
-from .run_folder import RunFolder
+from .run_folder import METRICS, RunFolder
 from .schedule import Budget, steps_for
 
 FILE = "time_budget.json"
@@ -29,9 +29,16 @@ WARM_UP, TIMED = 3, 5  # steps of a trial
 
 
 def known(config: RunConfig, folder: RunFolder) -> RunConfig:
-    """The configuration with the steps that an earlier start found, where there was one."""
+    """The configuration with the steps that an earlier start found, where one has trained.
+
+    What a start found that failed before its first step may be of another batch, layout or machine, and binds nobody. Once steps
+    were trained, hours and batch are those of the file: :meth:`.RunFolder.check` refuses others.
+    """
     path = folder.path / FILE
     if config.train.hours is None or config.train.steps is not None or not path.is_file():
+        return config
+    metrics = folder.path / METRICS  # it may be there already, with what `lightnet train` says of the start that failed
+    if not folder.has_checkpoint and not (metrics.is_file() and '"loss"' in metrics.read_text()):
         return config
     return _with_steps(config, int(json.loads(path.read_text())["steps"]))
 
