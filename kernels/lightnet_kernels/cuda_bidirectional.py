@@ -6,7 +6,6 @@ Called by `triton_bidirectional_scan` for the calls that `takes` names; the kern
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,11 +77,11 @@ def scan(query: Tensor, key: Tensor, value: Tensor, where: Where, activation: bo
 
 
 def scan_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, peak: Tensor, mass: Tensor, state: Tensor, where: Where,
-    activation: bool,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Gradients of query, key and value, and of theta [B, H, D], float32, a row a sequence (None without)."""
-    grads = [x.new_empty(x.shape) for x in (query, key, value)]
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor,
+    peak: Tensor, mass: Tensor, state: Tensor, where: Where, activation: bool,
+) -> Tensor | None:  # fmt: skip
+    """Fills the gradients of query, key and value; gives that of theta [B, H, D], float32, a row a sequence."""
     torque = None if where.theta is None else torch.empty_like(peak)
-    _launch("short_backward", where, activation, (query, key, value, grad, *grads), (peak, mass, state, torque))
-    return *grads, torque
+    tensors = (query, key, value, grad, grad_query, grad_key, grad_value)
+    _launch("short_backward", where, activation, tensors, (peak, mass, state, torque))
+    return torque

@@ -99,8 +99,8 @@ def _unsupported(triton: Any, query: Tensor, request: dict[str, Any]) -> str | N
 
 def additive_scan(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
     *,
     activation: str | None = "silu",
     theta: Tensor | None = None,
@@ -121,7 +121,8 @@ def additive_scan(
     Bidirectional: both sums run over the whole sequence.
 
     query, key: [B, N, H, D]; the key is the raw logit, any finite value. value: [B, N, H, Dv]. D, Dv up to 128. The
-        product is computed in float32 (float64 where an input is), whatever the autocast state.
+        product is computed in float32 (float64 where an input is), whatever the autocast state. Without key and value,
+        query is [B, N, H, 3, D], all three as a joint projection gives them, whose gradient is one tensor too.
     activation: phi, "silu", or None or "none" for the identity.
     theta: [H, D], angles of LRPE; None: no LRPE.
     coordinates: integers [N] or [N, axes], bidirectional only; with k axes each head's D features fall into k equal
@@ -147,6 +148,13 @@ def additive_scan(
     Gradients reach every floating-point input and initial_state's sum and kv; states' max is a constant.
     Raises ValueError for arguments that do not fit, naming the argument and the entry.
     """
+    given = query, key, value
+    if key is None and value is None and query.ndim == 5 and query.shape[3] == 3:
+        query, key, value = query.unbind(3)
+    elif key is None or value is None:
+        raise ValueError(
+            f"additive_scan: query has shape {tuple(query.shape)}; give key and value, or all three as [B, N, H, 3, D]"
+        )
     check_scan_arguments(query, key, value, theta, coordinates, decay, key_mask, causal, exchange)
     name = choose_backend(
         backend,
@@ -174,9 +182,7 @@ def additive_scan(
 
             alone = initial_state is None and exchange is None and not return_state
             output, state = triton.bidirectional.bidirectional_scan(
-                query,
-                key,
-                value,
+                *given,
                 activation=activation == "silu",
                 theta=theta,
                 coordinates=coordinates,
@@ -190,9 +196,7 @@ def additive_scan(
                 query, key, value, activation == "silu", theta, cu_seqlens, initial_state, return_state, exchange
             )
         output, state = triton.ops.causal_scan(  # cu_seqlens is checked inside, where torch.compile does not look
-            query,
-            key,
-            value,
+            *given,
             activation=activation == "silu",
             theta=theta,
             cu_seqlens=cu_seqlens,

@@ -51,7 +51,7 @@ WINDOW = tl.constexpr(4)
 def query_grads_of(
     block, head, q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, x_ptr, later_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr,
     enter_ptr, mass_ptr, pressure_ptr, torque_ptr,
-    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, seb, sen, seh, slb, sln, slh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
     LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
     EXACT: tl.constexpr,
@@ -64,7 +64,9 @@ def query_grads_of(
     k_ptr += batch * skb + first * skn + head * skh
     v_ptr += batch * svb + first * svn + head * svh
     g_ptr += batch * sgb + first * sgn + head * sgh
-    own_rows = batch * sdb + first * sdn + head * sdh
+    x_ptr += batch * sdb + first * sdn + head * sdh
+    dq_ptr += batch * seb + first * sen + head * seh
+    later_ptr += batch * slb + first * sln + head * slh
     at = (block * H + head) * D
     kv_ptr += at * ((2 if LRPE else 1) * V)
     upstream = load_rows(g_ptr, step, sgn, vcol, present, V, VP).to(OP)
@@ -112,10 +114,10 @@ def query_grads_of(
         else:
             grad_phi = real
         asked = phi * grad_phi
-        store_rows(x_ptr + own_rows, step, sdn, col, present, phi * scale, D, DH)
+        store_rows(x_ptr, step, sdn, col, present, phi * scale, D, DH)
         if SILU:
             grad_phi *= gate + phi * (1.0 - gate)
-        store_rows(dq_ptr + own_rows, step, sdn, col, present, grad_phi, D, DH)
+        store_rows(dq_ptr, step, sen, col, present, grad_phi, D, DH)
         later = tl.dot(tl.trans(triangle), (asked * scale).to(OP), input_precision=PREC)
         tl.store(
             (pressure_ptr + at) + step[:, None] * 0 + col[None, :],
@@ -124,14 +126,14 @@ def query_grads_of(
         )
         if EXACT:
             later = exact_taken(asked, k_ptr, skn, length, col, enter, mass, BT, D, DH)
-        store_rows(later_ptr + own_rows, step, sdn, col, present, later, D, DH)
+        store_rows(later_ptr, step, sln, col, present, later, D, DH)
 
 
 @triton.jit
 def query_grads(
     q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, x_ptr, later_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr,
     mass_ptr, flag_ptr, pressure_ptr, torque_ptr, total,
-    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, seb, sen, seh, slb, sln, slh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
     LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
     COUNT: tl.constexpr,
@@ -144,7 +146,7 @@ def query_grads(
                 block, head,
                 q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, x_ptr, later_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr,
                 enter_ptr, mass_ptr, pressure_ptr, torque_ptr,
-                sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+                sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, seb, sen, seh, slb, sln, slh, H,
                 D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, STAGES, False,
             )  # fmt: skip
     else:
@@ -156,7 +158,8 @@ def query_grads(
                         (start + i) // H, (start + i) % H,
                         q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, x_ptr, later_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr,
                         enter_ptr, mass_ptr, pressure_ptr, torque_ptr,
-                        sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+                        sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, seb, sen, seh, slb, sln,
+                        slh, H,
                         D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, 1, True,
                     )  # fmt: skip
 
@@ -246,7 +249,7 @@ def chain_grads(
 def key_grads_of(
     block, head, q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, x_ptr, later_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr,
     enter_ptr, leave_ptr, mass_ptr, pressure_ptr, torque_ptr,
-    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, seb, sen, seh, slb, sln, slh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
     LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
     EXACT: tl.constexpr,
@@ -259,7 +262,9 @@ def key_grads_of(
     k_ptr += batch * skb + first * skn + head * skh
     v_ptr += batch * svb + first * svn + head * svh
     g_ptr += batch * sgb + first * sgn + head * sgh
-    own_rows = batch * sdb + first * sdn + head * sdh
+    x_ptr += batch * sdb + first * sdn + head * sdh
+    dk_ptr += batch * seb + first * sen + head * seh
+    later_ptr += batch * slb + first * sln + head * slh
     at = (block * H + head) * D
     grad_ptr += at * ((2 if LRPE else 1) * V)
     value = load_rows(v_ptr, step, svn, vcol, present, V, VP).to(OP)
@@ -279,7 +284,7 @@ def key_grads_of(
             state = load_matrix(grad_ptr + D * V, col, vcol, D, V, DH, VP)
             imag = tl.dot(value, tl.trans(state), input_precision=PREC)
         if not EXACT:
-            read = load_rows(x_ptr + own_rows, step, sdn, col, present, D, DH)
+            read = load_rows(x_ptr, step, sdn, col, present, D, DH)
             if LRPE:
                 read = read.to(tl.float32)
                 real = tl.dot(pairs.to(OP), (read * cos).to(OP), real, input_precision=PREC)
@@ -287,7 +292,7 @@ def key_grads_of(
             else:
                 real = tl.dot(pairs.to(OP), read, real, input_precision=PREC)
         weight = exp(load_keys(k_ptr, step, skn, col, present, D, DH) - leave[None, :])
-        later = load_rows(later_ptr + own_rows, step, sdn, col, present, D, DH).to(tl.float32)
+        later = load_rows(later_ptr, step, sln, col, present, D, DH).to(tl.float32)
         if EXACT:
             enter, mass = load_vector(enter_ptr + at, col, D, DH), load_vector(mass_ptr + at, col, D, DH)
             own, own_sin = exact_key_sums(
@@ -307,14 +312,14 @@ def key_grads_of(
             grad = weight * (real - later - taken)
         if LRPE:
             store_vector(torque_ptr + at, col, tl.sum(turn, 0), D, DH)
-        store_rows(dk_ptr + own_rows, step, sdn, col, present, grad, D, DH)
+        store_rows(dk_ptr, step, sen, col, present, grad, D, DH)
 
 
 @triton.jit
 def key_grads(
     q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, x_ptr, later_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr,
     mass_ptr, flag_ptr, pressure_ptr, torque_ptr, total,
-    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+    sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, seb, sen, seh, slb, sln, slh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
     LRPE: tl.constexpr, SILU: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
     COUNT: tl.constexpr,
@@ -327,7 +332,7 @@ def key_grads(
                 block, head,
                 q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, x_ptr, later_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr,
                 leave_ptr, mass_ptr, pressure_ptr, torque_ptr,
-                sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+                sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, seb, sen, seh, slb, sln, slh, H,
                 D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, STAGES, False,
             )  # fmt: skip
     else:
@@ -339,7 +344,8 @@ def key_grads(
                         (start + i) // H, (start + i) % H,
                         q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, x_ptr, later_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr,
                         leave_ptr, mass_ptr, pressure_ptr, torque_ptr,
-                        sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, H,
+                        sqb, sqn, sqh, skb, skn, skh, svb, svn, svh, sgb, sgn, sgh, sdb, sdn, sdh, seb, sen, seh, slb, sln,
+                        slh, H,
                         D, V, DH, NH, VP, BT, LRPE, SILU, OP, PREC, 1, True,
                     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from . import cuda_bidirectional
 from . import triton_bidirectional as kernels
 from .operators import Operator
+from .packed import Gradients, apart
 from .state import ScanState, shift_state
 from .triton_bidirectional_plan import (
     INTERPRETED,
@@ -69,8 +70,8 @@ def unsupported(
 
 def bidirectional_scan(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
     *,
     activation: bool,
     theta: Tensor | None,
@@ -79,12 +80,14 @@ def bidirectional_scan(
     key_mask: Tensor | None,
     combine: Callable[[ScanState], ScanState] | None,
 ) -> tuple[Tensor, ScanState | None]:
-    """See `scan.additive_scan`; inputs keep their dtype. `combine` takes the state of the local tokens to that of all
-    tokens; None: there are no others, and nobody asks for the state."""
+    """See `scan.additive_scan`; inputs keep their dtype, and may be one tensor (see `packed`). `combine` takes the state of
+    the local tokens to that of all tokens; None: there are no others, and nobody asks for the state."""
+    given = query, key, value
+    query, key, value = apart(query, key, value)
     places = token_places(key, theta, coordinates, cu_seqlens, key_mask)
     rest = (theta, places, key_mask, cu_seqlens)
     if combine is None:
-        return scan_op(query, key, value, *rest, activation)[0], None
+        return scan_op(*given, *rest, activation)[0], None
     lengths = sequence_lengths(key, cu_seqlens, key_mask)
     peak, mass, kv = states_op(key, value, *rest)
     whole = combine(ScanState(peak, mass, kv, lengths))
@@ -149,10 +152,11 @@ def _theta_grad(torques: list[Optional], theta: Optional) -> Optional:
 
 
 def _scan(
-    query: Tensor, key: Tensor, value: Tensor, theta: Tensor | None, places: Tensor | None, mask: Tensor | None,
+    query: Tensor, key: Tensor | None, value: Tensor | None, theta: Tensor | None, places: Tensor | None, mask: Tensor | None,
     bounds: Sequence[int] | None, activation: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Output, and for the backward pass maximum, mass and G of every sequence."""
+    query, key, value = apart(query, key, value)
     shape = shape_of(query, key.shape[3], value.shape[3], theta)
     query, key, value = addressable(query), addressable(key), addressable(value)
     where = where_of(shape, theta, places, mask, bounds, query.device)
@@ -171,9 +175,10 @@ def _scan(
 
 
 def _fake_scan(
-    query: Tensor, key: Tensor, value: Tensor, theta: Optional, places: Optional, mask: Optional,
+    query: Tensor, key: Tensor | None, value: Tensor | None, theta: Optional, places: Optional, mask: Optional,
     bounds: Sequence[int] | None, activation: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    query, key, value = apart(query, key, value)
     peak, mass, state = _state_shapes(key, value, theta, bounds)
     dtype = torch.float32 if query.dtype == torch.float32 else torch.bfloat16
     return torch.empty_like(value, memory_format=torch.contiguous_format), peak, mass, state.to(dtype)
@@ -188,18 +193,23 @@ def _state_shapes(key: Tensor, value: Tensor, theta: Optional, bounds: Sequence[
 
 
 def _scan_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, peak: Tensor, mass: Tensor, state: Tensor,
+    grad: Tensor, query: Tensor, key: Tensor | None, value: Tensor | None, peak: Tensor, mass: Tensor, state: Tensor,
     theta: Tensor | None, places: Tensor | None, mask: Tensor | None, bounds: Sequence[int] | None, activation: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value, as they are given, and of theta."""
+    grads = Gradients(query, key, value)
+    query, key, value = apart(query, key, value)
     shape = shape_of(query, key.shape[3], value.shape[3], theta)
     query, key, value, grad = addressable(query), addressable(key), addressable(value), addressable(grad)
     where = where_of(shape, theta, places, mask, bounds, query.device)
     if cuda_bidirectional.takes(where, (query, key, value, grad)):
-        *grads, torque = cuda_bidirectional.scan_backward(grad, query, key, value, peak, mass, state, where, activation)
-        return *grads, _theta_grad([torque], theta)
-    grad_query = _empty(query, shape.D)
+        made = grads.next(), grads.next(), grads.next()
+        saved = peak, mass, state
+        torque = cuda_bidirectional.scan_backward(grad, query, key, value, *made, *saved, where, activation)
+        return *grads.all(), _theta_grad([torque], theta)
+    grad_query = grads.next()
     if where.plan.fused:
-        grad_key, grad_value = _empty(key, shape.D), _empty(value, shape.V)
+        grad_key, grad_value = grads.next(), grads.next()
         torques = _torque(where, 1)
         tensors = (query, key, value, grad, grad_query, grad_key, grad_value)
         _launch(
@@ -216,21 +226,21 @@ def _scan_backward(
         grad_state, pressure = torch.empty_like(state), torch.empty_like(peak)
         _merge("merge_grads", where, parts, state, grad_state, pressure)
         del parts
-        grad_key, grad_value = _empty(key, shape.D), _empty(value, shape.V)
+        grad_key, grad_value = grads.next(), grads.next()
         others = (peak, mass, pressure, grad_state, torques[1])
         _launch("weight_grad_pieces", where, (key, value, grad_key, grad_value), others, NORM=True)
-    return grad_query, grad_key, grad_value, _theta_grad(torques, theta)
+    return *grads.all(), _theta_grad(torques, theta)
 
 
 def _fake_scan_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, peak: Tensor, mass: Tensor, state: Tensor,
+    grad: Tensor, query: Tensor, key: Tensor | None, value: Tensor | None, peak: Tensor, mass: Tensor, state: Tensor,
     theta: Optional, places: Optional, mask: Optional, bounds: Sequence[int] | None, activation: bool,
 ) -> tuple[Optional, ...]:  # fmt: skip
     return _fake_grads((query, key, value), theta)
 
 
-def _fake_grads(inputs: tuple[Tensor, ...], theta: Optional) -> tuple[Optional, ...]:
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+def _fake_grads(inputs: tuple[Optional, ...], theta: Optional) -> tuple[Optional, ...]:
+    grads = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
     return *grads, None if theta is None else theta.new_empty(theta.shape)
 
 
@@ -241,20 +251,23 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward_scan(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    *grads, theta = scan_backward_op(grad, *ctx.saved_tensors, ctx.bounds, ctx.activation)
+    saved = ctx.saved_tensors  # to be asked for once
+    *grads, theta = scan_backward_op(grad, *saved, ctx.bounds, ctx.activation)
+    if saved[1] is None:  # one tensor
+        grads[1:] = None, None
     return (*grads, theta if ctx.needs_input_grad[3] else None, None, None, None, None)
 
 
 scan_backward_op = Operator(
     "lightnet::bidirectional_scan_backward",
     None,
-    replayed(_scan_backward, lambda *given: prepare(given[1:4], given[10]), shared=True),
+    replayed(_scan_backward, lambda *given: prepare(apart(*given[1:4]), given[10]), shared=True),
     _fake_scan_backward,
 )
 scan_op = Operator(
     "lightnet::bidirectional_scan",
     None,
-    replayed(_scan, lambda *given: prepare(given[:3], given[6]), shared=True),
+    replayed(_scan, lambda *given: prepare(apart(*given[:3]), given[6]), shared=True),
     _fake_scan,
 )
 scan_op.differentiable(_backward_scan, _setup)

@@ -13,7 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import triton_parts  # noqa: F401  (mends Triton's interpreter)
+from . import (
+    cuda_norms,
+    triton_parts,  # noqa: F401  (mends Triton's interpreter)
+)
 from .norms import output_tensors
 from .triton_launch import launch
 from .triton_replay import replayed
@@ -162,7 +165,9 @@ def forward(
     y, total, scale = output_tensors(x, residual, gate)
     tokens, groups, width = x.shape
     rows, tile = tokens * groups, _tile(groups, width)
-    if rows:
+    if rows and cuda_norms.takes(x, residual, gate, weight, bias, y):
+        cuda_norms.forward(x, residual, gate, weight, bias, y, total, scale, layer, eps)
+    elif rows:
         launch(norm_forward, (triton.cdiv(rows, tile["ROWS"]),))(
             x, residual, gate, weight, bias, y, total, scale, rows, eps, *_strides(x, residual, gate), **tile,
             PACKED=_packed(x, residual, gate), LAYER=layer, RESIDUAL=residual is not None, GATE=gate is not None,
@@ -189,10 +194,16 @@ def backward(
     tile = _tile(groups, width, weight is not None)
     blocks = triton.cdiv(tokens, tile["ROWS"])
     programs = min(blocks, triton.cdiv(PROGRAMS, groups))
+    by_rows = tokens > 0 and cuda_norms.takes(x, gate, weight, bias, grad, grad_sum)
+    if by_rows:
+        programs = cuda_norms.programs(x)
     count = (weight is not None) + (bias is not None)
     sums = x.new_empty((count, programs, groups * width), dtype=torch.float32) if count else None
     first, second = (None, None) if sums is None else (sums[0], sums[-1])
-    if blocks:
+    if by_rows:
+        given = (x, gate, weight, bias, scale, grad, grad_sum, grad_x, grad_gate, first, second)
+        cuda_norms.backward(*given, layer)
+    elif blocks:
         grid = (triton.cdiv(tokens * groups, tile["ROWS"]), 1) if weight is None else (groups, programs)
         launch(norm_backward, grid)(
             x, gate, weight, bias, scale, grad, grad_sum, grad_x, grad_gate, first, second, tokens,

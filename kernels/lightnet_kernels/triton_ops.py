@@ -15,16 +15,17 @@ from torch import Tensor
 from . import triton_bidirectional_scan, triton_scan, triton_scan_grads
 from .checks import check_cu_seqlens
 from .operators import Operator
+from .packed import apart
 from .state import ScanState
 from .triton_launch import compiled_together
 from .triton_replay import replayed
 
 OPTIONAL = "Tensor? theta, Tensor? initial_max, Tensor? initial_sum, Tensor? initial_kv, Tensor? cu_seqlens"
-FORWARD = f"(Tensor query, Tensor key, Tensor value, {OPTIONAL}, bool silu, bool return_state)"
+FORWARD = f"(Tensor query, Tensor? key, Tensor? value, {OPTIONAL}, bool silu, bool return_state)"
 # What the forward pass leaves for the backward pass, the fields of triton_scan.Blocks.
 SAVED = "Tensor kv, Tensor enter, Tensor leave, Tensor mass, Tensor flag, Tensor? cos, Tensor? sin, Tensor? turn"
 FINAL = "Tensor? final_max, Tensor? final_kv, Tensor? grad_sum, Tensor? grad_kv"
-BACKWARD = f"(Tensor grad, Tensor query, Tensor key, Tensor value, {OPTIONAL}, {SAVED}, {FINAL}, bool silu)"
+BACKWARD = f"(Tensor grad, Tensor query, Tensor? key, Tensor? value, {OPTIONAL}, {SAVED}, {FINAL}, bool silu)"
 
 
 def _bounds(cu_seqlens: Tensor | None, query: Tensor) -> tuple[int, ...] | None:
@@ -52,6 +53,7 @@ def _forward(
 
 
 def _run_forward(query, key, value, theta, initial_max, initial_sum, initial_kv, bounds, silu, return_state):
+    query, key, value = apart(query, key, value)
     arguments = (
         query, key, value, None if theta is None else theta.contiguous(),
         _group(initial_max, initial_sum, initial_kv), bounds, silu, return_state,
@@ -63,7 +65,8 @@ def _run_forward(query, key, value, theta, initial_max, initial_sum, initial_kv,
 
 
 def _prepare_forward(*arguments: Any) -> None:
-    query, _, value, theta, *_, bounds, silu, _ = arguments
+    query, _, value = apart(*arguments[:3])
+    theta, *_, bounds, silu, _ = arguments[3:]
     triton_scan.tables_of(query, triton_scan.shape_of(query, value, theta, silu), bounds)
 
 
@@ -71,6 +74,7 @@ _replay_forward = replayed(_run_forward, _prepare_forward, shared=True)
 
 
 def _fake_forward(query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, silu, return_state):
+    query, key, value = apart(query, key, value)
     shape = triton_scan.shape_of(query, value, theta, silu)
     batch, tokens = query.shape[:2]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -102,12 +106,14 @@ def _run_gradients(
 ):  # fmt: skip
     final = _group(final_max, final_kv, grad_sum, grad_kv)
     arguments = (
-        grad, query, key, value, None if theta is None else theta.contiguous(),
+        grad, (query, key, value), None if theta is None else theta.contiguous(),
         _group(initial_max, initial_sum, initial_kv), bounds, silu,
         triton_scan.Blocks(kv, enter, leave, mass, flag, cos, sin, turn),
         None if final is None else triton_scan_grads.StateGrads(*final),
     )  # fmt: skip
-    compiled_together(("backward", *_case(query, value, *arguments[4:6], silu, final is None)), query.device,
+    one, _, other = apart(query, key, value)
+    case = (key is None, *_case(one, other, *arguments[2:4], silu, final is None))
+    compiled_together(("backward", *case), query.device,
                       lambda: triton_scan_grads.backward(*arguments))  # fmt: skip
     return triton_scan_grads.backward(*arguments)
 
@@ -120,10 +126,8 @@ _replay_gradients = replayed(_run_gradients, _prepare_gradients, shared=True)
 
 
 def _fake_gradients(grad, query, key, value, theta, initial_max, initial_sum, initial_kv, *_):
-    plain = {"memory_format": torch.contiguous_format}
-    return tuple(
-        None if x is None else torch.empty_like(x, **plain) for x in (query, key, value, theta, initial_sum, initial_kv)
-    )
+    given = (query, key, value, theta, initial_sum, initial_kv)
+    return tuple(None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in given)
 
 
 causal_scan_backward_op = Operator(
@@ -150,18 +154,20 @@ def _backward(
     query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens = saved[:8]
     found, (final_max, final_kv) = saved[8:16], saved[16:]
     if grad is None:
-        grad = torch.zeros_like(value)
+        grad = torch.zeros_like(apart(query, key, value)[2])
     final: list[Tensor | None] = [None] * 4
     if ctx.return_state and (grad_sum is not None or grad_kv is not None):
         grad_sum = torch.zeros_like(final_max) if grad_sum is None else grad_sum
         grad_kv = torch.zeros_like(final_kv) if grad_kv is None else grad_kv
         final = [final_max, final_kv, grad_sum, grad_kv]
-    *grads, of_theta, of_sum, of_kv = causal_scan_backward_op(
+    of_query, of_key, of_value, of_theta, of_sum, of_kv = causal_scan_backward_op(
         grad, query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, *found, *final, ctx.silu
     )
     theta_grad = None if theta is None else of_theta
     states = (None, None, None) if initial_max is None else (None, of_sum, of_kv)
-    return *grads, theta_grad, *states, None, None, None
+    if key is None:
+        of_key = of_value = None
+    return of_query, of_key, of_value, theta_grad, *states, None, None, None
 
 
 causal_scan_op.differentiable(_backward, _save)
@@ -169,8 +175,8 @@ causal_scan_op.differentiable(_backward, _save)
 
 def causal_scan(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
     *,
     activation: bool,
     theta: Tensor | None,
@@ -178,7 +184,7 @@ def causal_scan(
     initial: ScanState | None,
     return_state: bool,
 ) -> tuple[Tensor, ScanState | None]:
-    """See `scan.additive_scan`; inputs keep their dtype."""
+    """See `scan.additive_scan`; inputs keep their dtype. Queries, keys and values may be one tensor, see `packed`."""
     start = [None] * 3 if initial is None else [initial.max.detach().float(), initial.sum.float(), initial.kv.float()]
     theta = None if theta is None else theta.float()
     output, *state = causal_scan_op(  # and what the backward pass needs

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import triton_backward as kernels
 from . import triton_backward_states as state_kernels
+from .packed import Gradients, apart
 from .triton_launch import launch
 from .triton_parts import BLOCK
 from .triton_scan import (
@@ -45,10 +46,10 @@ class Asked(NamedTuple):
 
 
 def ask(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, grad_key: Tensor, shape: Shape, table: Tables,
-    found: Blocks, silu: bool, moves: bool,
-) -> tuple[Tensor, Asked]:  # fmt: skip
-    """The gradient of queries, and what they ask. `grad_key` is written meanwhile, where it can hold what is
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, grad_query: Tensor, grad_key: Tensor, shape: Shape,
+    table: Tables, found: Blocks, silu: bool, moves: bool,
+) -> Asked:  # fmt: skip
+    """Writes the gradient of queries; returns what they ask. `grad_key` is written meanwhile, where it can hold what is
     needed. moves: whether last states move, too."""
     blocks, heads = table.blocks.shape[0], shape.heads
     torque = None
@@ -56,7 +57,6 @@ def ask(
         chained = table.spans.shape[0] * (shape.chains // shape.slices)
         rows = 2 * blocks + chained + (table.lengths.shape[0] if moves else 0)
         torque = torch.empty(rows, heads, shape.D, device=query.device)
-    grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     x = torch.empty(query.shape, dtype=shape.operand, device=query.device)
     later = torch.empty_like(x) if query.dtype == torch.float16 else grad_key  # float16 has not the range
     own = torch.empty_like(found.mass)
@@ -64,10 +64,10 @@ def ask(
         launch(kernels.query_grads, grid)(
             query, key, value, grad, grad_query, x, later, table.blocks, triangle(shape.operand, query.device), found.cos,
             found.sin, found.kv, found.enter, found.mass, found.flag, own, torque,
-            blocks * heads, *strides(query, key, value, grad, x), heads, SILU=silu, COUNT=count,
+            blocks * heads, *strides(query, key, value, grad, x, grad_query, later), heads, SILU=silu, COUNT=count,
             **shape.of("query_grads"),
         )  # fmt: skip
-    return grad_query, Asked(x, later, own, torque)
+    return Asked(x, later, own, torque)
 
 
 def chain_grads(
@@ -118,7 +118,8 @@ def answer(
             query, key, value, grad, grad_key, asked.x, asked.later, table.blocks, found.cos, found.sin, block_grads,
             found.enter, found.leave, found.mass, found.flag, pressure,
             None if asked.torque is None else asked.torque[blocks:], blocks * heads,
-            *strides(query, key, value, grad, asked.x), heads, SILU=silu, COUNT=count, **shape.of("key_grads"),
+            *strides(query, key, value, grad, asked.x, grad_key, asked.later), heads, SILU=silu, COUNT=count,
+            **shape.of("key_grads"),
         )  # fmt: skip
         launch(kernels.value_grads, grid)(
             query, key, grad, grad_value, asked.x, table.blocks, found.cos, found.sin, block_grads, found.enter,
@@ -151,36 +152,32 @@ def theta_grad(
 
 def backward(
     grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    given: tuple[Tensor, Tensor | None, Tensor | None],
     theta: Tensor | None,
     initial: tuple[Tensor, ...] | None,
     bounds: tuple[int, ...] | None,
     silu: bool,
     found: Blocks,
     final: StateGrads | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of query, key, value, theta, and of the initial state's sum and kv."""
+) -> tuple[Tensor | None, ...]:
+    """Gradients of query, key, value as they are given (see `packed`), of theta, and of the initial state's sum and kv."""
+    query, key, value = apart(*given)
     shape = shape_of(query, value, theta, silu)
     table = tables_of(query, shape, bounds)
     query, key, value, grad = rows_of(query), rows_of(key), rows_of(value), rows_of(grad)
     heads, device, sequences = shape.heads, query.device, table.lengths.shape[0]
-    plain = {"memory_format": torch.contiguous_format}
     new = torch.zeros if not table.blocks.shape[0] or not heads else torch.empty
     first = new(sequences, heads, shape.rows, shape.V, device=device) if initial is not None else None
     pushed = new(sequences, heads, shape.D, device=device) if initial is not None else None
-    grad_key = torch.empty_like(key, **plain)
+    grads = Gradients(*given)
     if not table.blocks.shape[0] or not heads:
         if final is not None and first is not None:
             first, pushed = final.grad_kv.clone(), final.grad_sum.clone()
-        return (
-            torch.empty_like(query, **plain), grad_key, torch.empty_like(value, **plain),
-            None if theta is None else torch.zeros_like(theta), pushed, first,
-        )  # fmt: skip
+        return *grads.all(), None if theta is None else torch.zeros_like(theta), pushed, first
+    grad_query, grad_key = grads.next(), grads.next()
     block_grads = torch.empty_like(found.kv)
     last_kv, last_pressure = (None, None) if final is None else asked_at_the_end(final, shape, table, found)
-    grad_query, asked = ask(grad, query, key, value, grad_key, shape, table, found, silu, final is not None)
+    asked = ask(grad, query, key, value, grad_query, grad_key, shape, table, found, silu, final is not None)
     to = 0 if first is None else 2
 
     def run(before: Tensor | None, after: Tensor | None, **which: int) -> None:
@@ -195,12 +192,12 @@ def backward(
         run(held, first, FROM=1, BLOCKS=1, TO=to)
         del held
     pressure = scan_pressure(asked, shape, table, found, last_pressure, pushed)
-    grad_value = torch.empty_like(value, **plain)  # no sooner: spans held states meanwhile
+    grad_value = grads.next()  # no sooner: spans held states meanwhile
     answer(asked, pressure, block_grads, grad, query, key, value, grad_key, grad_value, shape, table, found, silu)
     grad_theta = theta_grad(theta, asked, shape, table, final)
     if first is not None and pushed is not None and initial is not None:
         asked_at_the_start(first, pushed, initial[0], shape, table, found, final)
-    return grad_query, grad_key, grad_value, grad_theta, pushed, first
+    return *grads.all(), grad_theta, pushed, first
 
 
 def asked_at_the_end(final: StateGrads, shape: Shape, table: Tables, found: Blocks) -> tuple[Tensor, Tensor]:

@@ -247,7 +247,8 @@ def _ask(
     held = torch.empty(table.spans.shape[0], heads, shape.rows, shape.V, device=device)
     if not some:
         return torch.zeros_like(query), pushed, first, grad_key, held, torch.empty_like(grad), None, mass, None
-    grad_query, asked = ask(grad, query, key, value, grad_key, shape, table, found, silu, moves=True)
+    grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    asked = ask(grad, query, key, value, grad_query, grad_key, shape, table, found, silu, moves=True)
     chain_grads(asked, grad, shape, table, found, None, None, held, FROM=0, BLOCKS=0, TO=3)
     move_span_grads(held, theta, shape, table, found, None, first)
     scan_pressure(asked, shape, table, found, None, pushed)

@@ -79,7 +79,7 @@ class LightNetAttention(nn.Module):
         Returns:
             (out, gate of x, both [B, N, heads, head width], and the state as `forward` does).
         """
-        query, key, value = projected.view(*projected.shape[:2], self.heads, 3, self.head_width).unbind(-2)
+        joint = projected.view(*projected.shape[:2], self.heads, 3, self.head_width)  # queries, keys and values
         gates: list[Tensor] = []
 
         def meanwhile() -> None:  # needs nothing of other ranks, so it is computed while their states are on the way
@@ -88,7 +88,7 @@ class LightNetAttention(nn.Module):
         if context.exchange is None:
             meanwhile()
         if context.decode:
-            return decode_step(state, query[:, 0], key[:, 0], value[:, 0])[:, None], gates[0], None
+            return decode_step(state, *joint[:, 0].unbind(-2))[:, None], gates[0], None
         decay = None
         if self.config.decay == "independent":
             decay = self.decay_up(self.layers_set.enter(self.decay_down(x)))
@@ -96,12 +96,11 @@ class LightNetAttention(nn.Module):
         if self.config.mixer == "softmax":
             if state is not None or return_state:
                 raise ValueError("mixer: softmax has no state to continue from or to return")
+            query, key, value = joint.unbind(-2)
             return softmax_attention(query, key, value, context, self.config.causal), gates[0], None
         theta = self.lrpe() if self.lrpe is not None else None
         result = additive_scan(
-            query,
-            key,
-            value,
+            joint,
             theta=theta,
             coordinates=context.coordinates,
             decay=decay,

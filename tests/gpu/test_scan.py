@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from lightnet_kernels import ScanState, additive_scan
 from lightnet_kernels.bench.truth import scan_truth
 
+from tests.unit.kernels import packed_table
 from tests.unit.kernels import triton_table as table
 from tests.unit.kernels.kernel_oracle import expected, make, random_state, relative
 
@@ -509,3 +510,9 @@ def test_states_of_segments(dtype):
 )
 def test_ranks(case, dtype):
     table.check_ranks(**case, dtype=dtype, device=DEVICE, width=128, value_width=128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", packed_table.CASES)
+def test_queries_keys_and_values_in_one(name, dtype):
+    packed_table.check(name, dtype, "cuda", "triton")

@@ -51,6 +51,7 @@ template <int LEFT> DEVICE void arrived() { asm volatile("cp.async.wait_group %0
 FUNCTION(exp2_of, "ex2.approx.ftz")
 FUNCTION(log2_of, "lg2.approx.ftz")
 FUNCTION(inverse, "rcp.approx.ftz")
+FUNCTION(inverse_root, "rsqrt.approx.ftz")
 FUNCTION(cos_of, "cos.approx.ftz")
 FUNCTION(sin_of, "sin.approx.ftz")
 

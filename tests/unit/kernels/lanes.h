@@ -105,6 +105,7 @@ template <int LEFT> void arrived() {}
 inline float exp2_of(float x) { return exp2f(x); }
 inline float log2_of(float x) { return log2f(x); }
 inline float inverse(float x) { return 1 / x; }
+inline float inverse_root(float x) { return 1 / sqrtf(x); }
 inline float cos_of(float x) { return cosf(x); }
 inline float sin_of(float x) { return sinf(x); }
 
