@@ -6,6 +6,7 @@ only then renamed to ``step_00000100``; the file ``latest`` moves last. Reading 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -59,11 +60,20 @@ def sync_folders(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a small file atomically."""
+    """Replace a small file atomically.
+
+    Raises:
+        OSError: with the file's name; it is as it was.
+    """
     temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(text, encoding="utf-8")
-    sync(temporary)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        temporary.replace(path)
+    except OSError as error:  # a full disk's names no file
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def partial_folder(root: Path, step: int) -> Path:

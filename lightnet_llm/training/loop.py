@@ -76,10 +76,7 @@ class Trainer:
         """Run until the budget, a stop request or ``train.stop_at_step``."""
         config, state, budget = self.config, self.state, self.budget
         end = min(budget.steps, config.train.stop_at_step or budget.steps)
-        if self.ranks.rank == 0:
-            self.metrics = MetricsWriter(self.folder.path, state.step, budget.steps)
-            if state.step:
-                self.metrics.event(state.step, "resumed")
+        self.ranks.on_rank_zero(self._open_metrics)
         batches = data.training_batches(config, budget, self.data_rank, self.groups.layout.data, state.step)
         parameters, saved, due = self._count(), state.step, False
         recorded = config.logging.profile_steps if self.speaks else 0
@@ -99,7 +96,8 @@ class Trainer:
             window_tokens += batch * config.data.sequence_length
             self.spans[step] = (first, state.samples)
             due = due or self._due(state.step, config.checkpoint.interval) or state.step == end
-            stop = self.ranks.any(self.interrupted or (self.ranks.rank == 0 and self.folder.stop_requested))
+            asked = self.metrics is not None and (self.metrics.problem is not None or self.folder.stop_requested)
+            stop = self.ranks.any(self.interrupted or asked)
             self.saver.after_step(time.perf_counter() - began)
             reports = self._due(state.step, config.logging.interval) or self.engine.group_norms is not None
             # Otherwise a verdict is heard while the device works on the next step.
@@ -133,16 +131,25 @@ class Trainer:
             trace.step()
             window_start += time.perf_counter() - pause
             if stop:
-                self.ranks.log(f"stop requested: saved step {state.step}")
+                if self.metrics is not None and self.metrics.problem is None:
+                    self.ranks.log(f"stop requested: saved step {state.step}")
                 break
         trace.close()
         self.progress.begin("save")
         self.saver.wait()
         self.progress.begin("end")
+        self.ranks.on_rank_zero(self._end_metrics)
         if state.step == budget.steps:
             self.ranks.on_rank_zero(lambda: self.folder.mark_finished(state.step))
-        if self.metrics is not None:
-            self.metrics.event(state.step, "finished" if state.step == budget.steps else "stopped")
+
+    def _open_metrics(self) -> None:
+        self.metrics = MetricsWriter(self.folder.path, self.state.step, self.budget.steps)
+        if self.state.step:
+            self.metrics.event(self.state.step, "resumed")
+
+    def _end_metrics(self) -> None:
+        assert self.metrics is not None
+        self.metrics.end(self.state.step, "finished" if self.state.step == self.budget.steps else "stopped")
 
     def _step(self, batches: Iterator[data.Batch], step: int, batch: int) -> torch.Tensor:
         try:

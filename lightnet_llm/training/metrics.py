@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
+import os
+import shutil
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +17,7 @@ from typing import Any
 import torch
 
 from ..config.model import ModelConfig
+from ..errors import UserError
 
 # Peak dense bf16 rates in FLOP/s, from the vendors' data sheets.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "4090": 165e12}
@@ -49,15 +55,30 @@ def memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def _hush_board() -> None:
+    """TensorBoard's thread hands its error to whoever writes next; its traceback need not be shown as well."""
+    shown = threading.excepthook
+
+    def show(found: threading.ExceptHookArgs) -> None:
+        if not (isinstance(found.exc_value, OSError) and type(found.thread).__module__.startswith("tensorboard.")):
+            shown(found)
+
+    threading.excepthook = show
+
+
 class MetricsWriter:
     """Writes ``metrics.jsonl`` and TensorBoard events, and drives the progress bar.
 
-    On resume, lines of steps that will be run again are dropped, so that a file holds each step once.
+    On resume, lines of steps that will be run again are dropped, so that a file holds each step once. What cannot be written
+    is told by ``problem``, and nothing is written after it: the run saves and ends, see :mod:`.loop`.
 
     Args:
         folder: the run folder.
         start_step: steps already done.
         total_steps: steps of the whole run, for the bar.
+
+    Raises:
+        OSError: it cannot be begun.
     """
 
     def __init__(self, folder: Path, start_step: int, total_steps: int):
@@ -66,7 +87,9 @@ class MetricsWriter:
 
         self.path = folder / "metrics.jsonl"
         self._drop_after(start_step)
-        self.file = self.path.open("a", buffering=1)
+        self.problem: str | None = None
+        self.file = self.path.open("ab", buffering=0)  # no buffer that would write the rest of a line when it is closed
+        _hush_board()
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1 if start_step else None)
         self.bar = tqdm(
             total=total_steps, initial=start_step, unit="step", file=sys.stderr, dynamic_ncols=True, mininterval=1.0
@@ -90,15 +113,32 @@ class MetricsWriter:
     def write(self, step: int, values: dict[str, Any]) -> None:
         """One line; numbers also go to TensorBoard under the same names."""
         self._line({"step": step, "time": round(time.time(), 3), **values})
-        for name, value in _numbers(values):
-            self.board.add_scalar(name, value, step)
+        try:
+            for name, value in _numbers(values):
+                if self.problem is None:
+                    self.board.add_scalar(name, value, step)
+        except OSError as error:  # of its thread, which writes
+            self._failed(Path(self.board.log_dir), error)
 
     def event(self, step: int, name: str, **facts: Any) -> None:
         """Something that happened: a resume, a save, a stop."""
         self._line({"step": step, "time": round(time.time(), 3), "event": name, **facts})
 
     def _line(self, row: dict[str, Any]) -> None:
-        self.file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+        if self.problem is not None:
+            return
+        line, end = (json.dumps(_finite(row), allow_nan=False) + "\n").encode(), self.file.seek(0, os.SEEK_END)
+        try:
+            if self.file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.file.truncate(end)  # no half lines
+            self._failed(self.path, error)
+
+    def _failed(self, path: Path, error: OSError) -> None:
+        free = shutil.disk_usage(self.path.parent).free / 2**20
+        self.problem = self.problem or f"{path} could not be written ({error.strerror or error}; {free:.0f} MiB free)"
 
     def advance(self, loss: float | None = None, rate: float | None = None) -> None:
         """One step done."""
@@ -106,11 +146,28 @@ class MetricsWriter:
         if loss is not None:
             self.bar.set_postfix_str(f"loss {loss:.4f}" + (f", {rate:,.0f} tokens/s" if rate else ""), refresh=False)
 
+    def end(self, step: int, event: str) -> None:
+        """The last event of a run whose checkpoints are written.
+
+        Raises:
+            UserError: it, or something before it, could not be written.
+        """
+        self.event(step, event)
+        self.close()
+        if self.problem is not None:
+            raise UserError(
+                f"{self.problem}; the run ended at step {step}, which is saved: make room and go on with "
+                "train.resume=auto"
+            )
+
     def close(self) -> None:
         """Flush everything."""
         self.bar.close()
-        self.board.close()
         self.file.close()
+        try:
+            self.board.close()
+        except OSError as error:
+            self._failed(Path(self.board.log_dir), error)
 
 
 def _finite(value: Any) -> Any:

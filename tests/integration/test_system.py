@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,25 @@ def test_disk_full_during_a_save_leaves_the_previous_checkpoint(
     from tests.conftest import read_metrics
 
     assert steps_of(read_metrics(small_disk / "run"), "loss", "samples") == whole
+
+
+def test_disk_full_during_training_ends_in_one_line(ranks: Ranks, tiny: Path, small_disk: Path, tmp_path: Path) -> None:
+    metrics = small_disk / "run" / "metrics.jsonl"
+
+    def fill() -> None:
+        while not (metrics.exists() and metrics.read_text().count("\n") > 5):
+            time.sleep(0.02)
+        disk = os.statvfs(small_disk)
+        (small_disk / "other").write_bytes(bytes(disk.f_bavail * disk.f_frsize))
+
+    overrides = ["train.steps=5000", "checkpoint.interval=5000", "logging.interval=1", f"train.output={small_disk}"]
+    thread = threading.Thread(target=fill)
+    thread.start()
+    codes = ranks.run(1, ["--config", str(tiny), "train.name=run", *overrides], tmp_path / "full.log")
+    thread.join()
+    text = (tmp_path / "full.log.rank0").read_text()
+    assert codes == [1] and text.count("error: ") == 1 and "Traceback" not in text, text
+    assert "MiB free" in text and metrics.read_text().endswith("}\n")
 
 
 def test_prep_on_a_full_disk_leaves_nothing(small_disk: Path, tmp_path: Path) -> None:

@@ -246,6 +246,30 @@ def fail_second_save_on_rank_one() -> None:
     _wrap_torch_save(before)
 
 
+def fill_disk_of_metrics() -> None:
+    """The disk is full in the middle of the fourth line of metrics.jsonl, and has room again for checkpoints."""
+    from lightnet_llm.training import metrics
+
+    class Full:
+        def __init__(self, file) -> None:  # type: ignore[no-untyped-def]
+            self.file, self.lines = file, 0
+
+        def write(self, line: bytes) -> int:
+            self.lines += 1
+            return self.file.write(line if self.lines < 4 else line[:9])  # type: ignore[no-any-return]
+
+        def __getattr__(self, name: str):  # type: ignore[no-untyped-def]
+            return getattr(self.file, name)
+
+    original = metrics.MetricsWriter.__init__
+
+    def begin(self, *arguments) -> None:  # type: ignore[no-untyped-def]
+        original(self, *arguments)
+        self.file = Full(self.file)
+
+    metrics.MetricsWriter.__init__ = begin  # type: ignore[method-assign]
+
+
 def die_in_second_save() -> None:
     """Every rank is killed while it writes its last file of the second checkpoint."""
     import os

@@ -88,6 +88,22 @@ def test_a_full_disk_leaves_the_one_before(plant: str, later: bool, ranks: Ranks
     assert steps_of(ranks.train(2, tiny, COMMON, tmp_path, "run"), *FIELDS) == whole
 
 
+def test_metrics_that_cannot_be_written_end_the_run_with_a_checkpoint(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    arguments = ["--config", str(tiny), f"train.output={tmp_path}", "train.name=run", *COMMON, "logging.interval=1"]
+    arguments += [ASYNC, "checkpoint.interval=100"]
+    assert ranks.run(2, arguments, tmp_path / "log", plant="fill_disk_of_metrics") == [1, 1]
+    texts = [(tmp_path / f"log.rank{rank}").read_text() for rank in range(2)]
+    assert [line for text in texts for line in text.splitlines() if line.startswith(("error: ", "Traceback"))] == [
+        line for line in texts[0].splitlines() if line.startswith(f"error: {tmp_path}/run/metrics.jsonl could not be ")
+    ]
+    assert "(No space left on device; " in texts[0]
+    assert "the run ended at step 5, which is saved: make room and go on with train.resume=auto" in texts[0]
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert text.count("\n") == 3 and text.endswith("}\n")  # no half line
+    assert checkpoints(tmp_path / "run") == ["step_00000005"] and not (tmp_path / "run" / "finished.json").exists()
+    assert steps_of(ranks.train(2, tiny, COMMON, tmp_path, "run"), *FIELDS).keys() >= set(range(6, 13))
+
+
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize(
     ("plant", "says"),

@@ -26,6 +26,19 @@ def test_the_same_step_saved_again_replaces_it_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000003"]
 
 
+def test_a_small_file_on_a_full_disk_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "latest"
+    store.write_text(path, "before")
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store, "sync", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        store.write_text(path, "after")
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("able", [True, False])
 def test_a_kill_while_a_step_is_saved_again(able: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between any two renames the step is there, where the file system can exchange names; else one of both is on disk."""
