@@ -15,12 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_launch import launch
+
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 BLOCK = 64  # tokens of a block; half as many where sums of two rotations take the registers
 SLOTS = 264  # programs that an H100 runs at once, two on each of 132 multiprocessors
 NARROW = 64
 REST = 64  # the least tile beside the first
 HELD = 13000  # float32 values of a state that one program can hold beside its tiles
+RADIANS = tl.constexpr(6.283185307179586)  # of a turn
 Optional: TypeAlias = Tensor | None
 
 
@@ -217,6 +220,20 @@ class Where(NamedTuple):
         return 2 if features > 80 and name == "piece_states" and not heavy else 4
 
 
+@triton.jit
+def fill_turns(theta_ptr, whole_ptr, remainder_ptr, count, SIZE: tl.constexpr):
+    """Angles as whole 2^-32 turns, modulo a turn, and what is left of them in radians."""
+    place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    turns = tl.load(theta_ptr + place, mask=place < count, other=0.0).to(tl.float64) / RADIANS
+    scaled = (turns - tl.floor(turns + 0.5)) * 4294967296.0
+    nearest = tl.floor(scaled + 0.5)
+    left = (scaled - nearest) * (RADIANS / 4294967296.0)
+    tl.store(remainder_ptr + place, left.to(tl.float32), mask=place < count)
+    # Half a turn is the same either way, and only one of them is an int32.
+    nearest = tl.where(nearest >= 2147483648.0, -nearest, nearest)
+    tl.store(whole_ptr + place, nearest.to(tl.int32), mask=place < count)
+
+
 def where_of(
     shape: Shape, theta: Optional, places: Optional, mask: Optional, bounds: Sequence[int] | None,
     device: torch.device, split: bool = False,
@@ -224,12 +241,10 @@ def where_of(
     """`split`: without the fused kernels."""
     whole = remainder = None
     if theta is not None:
-        turns = theta.double() / (2 * math.pi)
-        scaled = (turns - turns.round()) * 2.0**32
-        nearest = scaled.round()
-        remainder = ((scaled - nearest) * (2 * math.pi / 2**32)).float().contiguous()
-        # Half a turn is the same either way, and only one of them is an int32.
-        whole = torch.where(nearest == 2.0**31, -nearest, nearest).int().contiguous()
+        theta = theta.contiguous()
+        whole = torch.empty_like(theta, dtype=torch.int32)
+        remainder = torch.empty_like(theta, dtype=torch.float32)
+        launch(fill_turns, (triton.cdiv(theta.numel(), 256),))(theta, whole, remainder, theta.numel(), SIZE=256)
     plan = plan_of(shape, bounds, device, shape.fits and not split)
     return Where(whole, remainder, places, None if mask is None else mask.contiguous(), plan, shape)
 

@@ -148,7 +148,8 @@ def _torque(where: Where, parts: int) -> list[Optional]:
 def _theta_grad(torques: list[Optional], theta: Optional) -> Optional:
     if theta is None:
         return None
-    return torch.stack([x.sum(0) for x in torques if x is not None]).sum(0).to(theta.dtype)
+    totals = [x.sum(0) for x in torques if x is not None]
+    return (totals[0] if len(totals) == 1 else torch.stack(totals).sum(0)).to(theta.dtype)
 
 
 def _scan(
