@@ -51,6 +51,13 @@ def _partitions(engine: Path, model_rank: int, size: int) -> list[dict[str, Any]
     return [_load(found[rank])["optimizer_state_dict"] for rank in range(size)]
 
 
+def _kept(states: dict[Any, dict[str, Tensor]], index: Any, key: str, value: Tensor) -> Tensor:
+    """The step, or a moment as long as ``value``: zeros where every step so far was skipped, so that there is none yet."""
+    if index not in states:
+        return torch.zeros(()) if key == STEP else torch.zeros_like(value)
+    return torch.as_tensor(states[index][key])
+
+
 def _zero12(partitions: list[dict[str, Any]]) -> Reader:
     """Stages 1 and 2: each group is one flat vector cut into equal pieces; mappings say what lies where."""
     where: dict[str, list[tuple[dict[str, Any], int, Any]]] = {}
@@ -64,10 +71,11 @@ def _zero12(partitions: list[dict[str, Any]]) -> Reader:
             raise NotTrained(name)
         pieces = []
         for partition, group, address in where[name]:
-            state = partition["base_optimizer_state"]["state"][group]
+            flat = partition["single_partition_of_fp32_groups"][group]
+            if key != FP32:
+                flat = _kept(partition["base_optimizer_state"]["state"], group, key, flat)
             if key == STEP:
-                return torch.as_tensor(state[STEP])
-            flat = partition["single_partition_of_fp32_groups"][group] if key == FP32 else state[key]
+                return flat
             pieces.append(flat.narrow(0, address.start, address.numel))
         return torch.cat(pieces)
 
@@ -91,10 +99,11 @@ def _zero3(partitions: list[dict[str, Any]], shapes: list[dict[str, tuple[int, .
         group, offset, piece, total = where[name]
         pieces = []
         for partition in partitions:
-            state = partition["optimizer_state_dict"]["state"][group]
+            flat = partition["fp32_flat_groups"][group]
+            if key != FP32:
+                flat = _kept(partition["optimizer_state_dict"]["state"], group, key, flat)
             if key == STEP:
-                return torch.as_tensor(state[STEP])
-            flat = partition["fp32_flat_groups"][group] if key == FP32 else state[key]
+                return flat
             pieces.append(flat.narrow(0, offset, piece))
         return torch.cat(pieces)[:total]
 
@@ -112,10 +121,11 @@ def _plain(saved: dict[str, Any], path: Path) -> Reader:
     def read(name: str, key: str) -> Tensor:
         if name not in index:
             raise NotTrained(name)
+        value = saved["module"][name].flatten()
         if key == FP32:
-            return saved["module"][name].flatten()
-        state = saved["optimizer"]["state"][index[name]]
-        return torch.as_tensor(state[STEP]) if key == STEP else state[key].flatten()
+            return value
+        kept = _kept(saved["optimizer"]["state"], index[name], key, value)
+        return kept if key == STEP else kept.flatten()
 
     return read
 

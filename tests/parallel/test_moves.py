@@ -127,6 +127,29 @@ def test_moved_run_equals_the_run_that_never_moved(
     assert made == ["run.log.rank0"]  # once, with its progress
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("dp2 z0", "dp2 z1"),
+        *(pytest.param(*move, marks=SLOW) for move in (("dp2 z1", "z0"), ("dp2 z3", "pp2"), ("pp2", "dp2 z3"))),
+    ],
+)
+def test_a_run_moves_before_its_first_good_step(
+    before: str, after: str, ranks: Ranks, tiny: Path, tmp_path: Path
+) -> None:
+    """Both updates so far were skipped, so that the optimiser has no moments yet."""
+    moves = Moves(ranks, tiny, tmp_path)
+    for name in ("moved", "still"):
+        (tmp_path / name).mkdir()
+        moves.leg(tmp_path / name, before, 2, TIED, plant="nan_at_first")
+    moved, still = (moves.leg(tmp_path / name, to, ENDS, TIED) for name, to in (("moved", after), ("still", before)))
+    assert [row["step"] for row in moved if row.get("event") == "skipped"] == [1, 2]
+    now, then = ({s: v for s, v in steps_of(rows, *FIELDS).items() if s > 2} for rows in (moved, still))
+    assert list(now) == list(then) == list(range(3, ENDS + 1))
+    assert all(now[s][2:] == then[s][2:] and abs(now[s][0] - then[s][0]) < 1e-5 for s in now)
+    assert all(abs(now[s][1] / then[s][1] - 1) < 1e-4 for s in now)
+
+
 @pytest.mark.slow
 def test_zero3_shrinks_twice(moves: Moves, tmp_path: Path) -> None:
     """DP4 to DP2 to DP1, and back to DP4."""
