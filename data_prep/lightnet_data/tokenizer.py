@@ -47,6 +47,7 @@ class _Backend(Protocol):
     engine: str
     vocab_size: int
     eod_id: int
+    divisible: bool
 
     def encode(self, text: str) -> list[int]: ...
     def encode_all(self, texts: list[str]) -> list[list[int]]: ...
@@ -128,6 +129,11 @@ class Tokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode`` of each text, by several threads where there are many."""
         return self._backend.encode_all(list(texts))
+
+    def divides(self, text: str, place: int) -> bool:
+        """Whether a text surely encodes to the ids of what stands before a place in it and of what stands after it: so it
+        is with most tokenizers before a space that follows another character."""
+        return self._backend.divisible and place > 0 and _CUT.match(text, place - 1) is not None
 
     def encode_array(self, text: str) -> NDArray[np.int32]:
         """The ids of ``encode`` as int32 [n], in memory that a document of 50 MB leaves small."""
@@ -239,7 +245,7 @@ class _SentencePiece:
                 f"{name}: {self.token(self.eod_id)!r} is not a control token, so text could encode to it; name another "
                 "with --eod-token"
             )
-        self._divisible = self._is_divisible()
+        self.divisible = self._is_divisible()
 
     def _lookup(self, token: str) -> int | None:
         found = int(self._processor.piece_to_id(token))
@@ -255,7 +261,7 @@ class _SentencePiece:
         return [done[index] if index in done else self.encode(text) for index, text in enumerate(texts)]
 
     def parts(self, text: str) -> Iterator[list[int]]:
-        return map(self._processor.encode, divided(text, PART_CHARACTERS) if self._divisible else [text])
+        return map(self._processor.encode, divided(text, PART_CHARACTERS) if self.divisible else [text])
 
     def _is_divisible(self) -> bool:
         """Whether a text encodes to the same ids in parts cut before a space that follows another character.
@@ -315,12 +321,13 @@ class _HuggingFace:
         self._alphabet = _byte_level_alphabet() if _has_byte_level_decoder(content.get("decoder")) else None
         self._fast = byte_bpe.engine(content, _byte_level_alphabet(), self._tokenizer, self._special)
         self.engine = "tiktoken" if self._fast else "tokenizers"
+        # GPT-2's expression never reaches over a space behind another character, so such parts are independent.
+        self.divisible = self._fast is not None
 
     def encode(self, text: str) -> list[int]:
         return [token for part in self.parts(text) for token in part]
 
     def parts(self, text: str) -> Iterator[list[int]]:
-        # GPT-2's expression never reaches over a space behind another character, so such parts are independent.
         return map(self._fast, divided(text, LONG_PART_CHARACTERS)) if self._fast else iter([self._library(text)])
 
     def encode_all(self, texts: list[str]) -> list[list[int]]:

@@ -114,7 +114,7 @@ class LightNetLM(LM):
         made: list[Request] = []
         for first in range(0, len(requests), TOGETHER):
             pairs = [instance.args for instance in requests[first : first + TOGETHER]]
-            known = self._encode(text for one, two in pairs for text in (one.rstrip(), one + two))
+            known = self._encode(text for pair in pairs for text in self._parts(*pair))
             made += [self._request(one, two, known) for one, two in pairs]
         nothing = sum(request.start >= len(request.tokens) for request in made)
         if nothing:
@@ -157,7 +157,7 @@ class LightNetLM(LM):
         for options, members in kinds.items():
             stop, most, sampling = _generation(json.loads(options))
             known = self._encode(requests[index].args[0] for index in members)
-            prompts = {index: known[requests[index].args[0]] for index in members}
+            prompts = {index: self._begun(known[requests[index].args[0]]) for index in members}
             if self.max_length is not None:
                 room = max(1, self.max_length - most)
                 long = [index for index, prompt in prompts.items() if len(prompt) > room]
@@ -199,25 +199,32 @@ class LightNetLM(LM):
         return (self.tokenizer.eod_id,)
 
     def _encode(self, texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Tokens of each text behind the end-of-document token; an empty text is that token alone."""
-        distinct = sorted(set(texts))
+        """Tokens of each text, a spelled end-of-document token at its start left out."""
+        distinct = list(dict.fromkeys(texts))
         every = self.tokenizer.encode_all([text.removeprefix(self.tokenizer.eod_token) for text in distinct])
-        begin = self._start()
-        return {
-            text: begin + tuple(ids) if self.add_bos_token or not ids else tuple(ids)
-            for text, ids in zip(distinct, every, strict=True)
-        }
+        return dict(zip(distinct, map(tuple, every), strict=True))
+
+    def _begun(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """A text's tokens behind the end-of-document token; an empty text is that token alone."""
+        return self._start() + ids if self.add_bos_token or not ids else ids
+
+    def _parts(self, context: str, continuation: str) -> tuple[str, str]:
+        """A context without spaces at its end, and what goes on from there where its tokens surely do not depend on the
+        context (so each context is tokenised once, not with each continuation); else the whole text."""
+        text, whole = context.rstrip(), context + continuation
+        return text, whole[len(text) :] if self.tokenizer.divides(whole, len(text)) else whole
 
     def _request(self, context: str, continuation: str, known: Mapping[str, tuple[int, ...]] | None = None) -> Request:
         """Cut where lm-eval cuts: spaces at a context's end belong to the continuation, and the text is tokenised as a
         whole, of which the continuation is what goes beyond the context's own tokens. ``known``: of `_encode`."""
-        text = context.rstrip()
-        whole = context + continuation
+        text, end = self._parts(context, continuation)
         if not text:
             before = self._start()
-            return Request(before + tuple(self.tokenizer.encode(whole)), len(before))
-        known = known or self._encode((text, whole))
-        return Request(known[text] + known[whole][len(known[text]) :], len(known[text]))
+            return Request(before + tuple(self.tokenizer.encode(end)), len(before))
+        known = known or self._encode((text, end))
+        divided = len(end) < len(context) + len(continuation)
+        before, whole = self._begun(known[text]), known[text] + known[end] if divided else known[end]
+        return Request(before + self._begun(whole)[len(before) :], len(before))
 
     def _cut(self, request: Request) -> Request:
         """The last tokens that ``max_length`` allows: one more than it, as the last one is not read."""

@@ -74,6 +74,14 @@ def test_long_texts_encode_in_parts_to_the_same_ids(tokenizer: Tokenizer, text: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightnet_data.tokenizer.PART_CHARACTERS", 3)
         assert tokenizer.encode(text) == whole
+    for place in range(len(text) + 1):
+        if tokenizer.divides(text, place):
+            assert tokenizer.encode(text[:place]) + tokenizer.encode(text[place:]) == whole
+
+
+def test_texts_divide_before_a_space_behind_a_character(tokenizer: Tokenizer) -> None:
+    assert [place for place in range(9) if tokenizer.divides(" ab  c d", place)] == [3, 6]
+    assert not tokenizer.divides("a\u2581 b", 2) and not tokenizer.divides("a\n b", 2)
 
 
 def test_long_code_encodes_in_parts_to_the_same_ids(tokenizer: Tokenizer, python_texts: list[str]) -> None:

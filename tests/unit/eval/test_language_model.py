@@ -69,6 +69,33 @@ def test_loglikelihoods_are_those_of_the_plain_model(loaded: Loaded) -> None:
     assert model.said == ["1 of 5 continuations tokenise to nothing; their log likelihood is 0"]
 
 
+def test_a_context_is_tokenised_once(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with each of its continuations, where it ends before a space; what comes out is as if it were."""
+    model, tokenizer = Model(loaded), require_tokenizer(loaded)
+    pairs = [("the sea", f" {word}") for word in ("ship", "sails", "harbour")]
+    pairs += [
+        ("the sea ", "ship"),
+        ("a lone ", " ship"),
+        ("<|endofdocument|>", " ship"),
+        ("no", "where"),
+        (" ship", " x"),
+    ]
+    wanted = []
+    for context, continuation in pairs:
+        before = (1, *tokenizer.encode(context.removeprefix("<|endofdocument|>").rstrip()))
+        whole = (1, *tokenizer.encode((context + continuation).removeprefix("<|endofdocument|>")))
+        wanted.append(Request(before + whole[len(before) :], len(before)))
+    assert [model._request(*pair) for pair in pairs] == wanted
+    encoded: list[str] = []
+    encode_all = tokenizer.encode_all
+    monkeypatch.setattr(tokenizer, "encode_all", lambda texts: (encoded.extend(texts), encode_all(texts))[1])
+    found = model.loglikelihood(instances("loglikelihood", *pairs), disable_tqdm=True)
+    for request, (nats, greedy) in zip(wanted, found, strict=True):
+        truth = twin(loaded.model, request)
+        assert nats == pytest.approx(truth.log_likelihood, abs=1e-4) and greedy == truth.greedy
+    assert encoded.count("the sea") == 1 and sum("sea" in text for text in encoded) == 1
+
+
 def test_rolling_reads_the_whole_text(loaded: Loaded) -> None:
     model, tokenizer = Model(loaded, batch_tokens=50), require_tokenizer(loaded)
     texts = ["the sea ship sails over the harbour " * 30, "x", ""]

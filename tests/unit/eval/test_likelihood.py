@@ -1,6 +1,7 @@
 """Packed, forked scores against a twin that scores one request at a time with the plain model."""
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -175,6 +176,19 @@ def test_refusals(loaded: Loaded) -> None:
         likelihoods(broken, [Request((1, 2), 1)])
 
 
+def test_scores_of_a_window_are_fetched_together(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To fetch each pass's is to wait for a GPU before the next pass is prepared."""
+    events: list[str] = []
+    hidden, fetch = loaded.model.hidden, torch.Tensor.cpu
+    monkeypatch.setattr(loaded.model, "hidden", lambda *given: (events.append("pass"), hidden(*given))[1])
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: (events.append("fetch"), fetch(tensor))[1])
+    many = [request for seed in range(5) for request in questions(loaded.config.model.vocab_size, seed)]
+    likelihoods(loaded.model, [request for request in many if len(request.tokens) <= 100], 100)
+    assert events.count("pass") > 5 and "fetch" in events
+    turns = sum(one == "fetch" and other == "pass" for one, other in pairwise(events))
+    assert turns <= 1, events  # a window of shared beginnings, and one of requests that share nothing
+
+
 # Shared beginnings ------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +223,7 @@ def test_groups_hold_every_sequence_once_and_never_cost_more(
         for index in item.members:
             assert sequences[index][: item.shared] == first[: item.shared] and len(sequences[index]) > item.shared
         assert len(item.members) == 1 or computed([item], sequences) <= longest
+    assert sum(item.size for item in found) == computed(found, sequences)
     assert computed(found, sequences) <= sum(len(sequence) - 1 for sequence in sequences)
     order = list(range(len(sequences)))
     draw.shuffle(order)
