@@ -6,10 +6,10 @@
 SOURCE is exported to a Hugging Face folder once, which both read, in fp32 on a CPU and bf16 on a GPU. The peer's batch size
 is the best of --batch-sizes on the first --trial questions of each task. Then both run the whole task, in turn, --repeat
 times; what counts is the least time of each, from requests to metrics, the loading of models and data apart. Ours is what
-`lightnet eval --tasks` does, its templates compiled once included. --clock cpu counts processor seconds: what a quiet machine
-would take, measured on a busy one; use it with one thread (OMP_NUM_THREADS=1). Scores must be equal: accuracies exactly and
-log likelihoods within 1e-4 (fp32), relative to their size where they are above 10 nats. On a GPU --dtype float32 shows that;
-in bf16, whose roundings may part two candidates, differences are printed and kept.
+`lightnet eval --tasks` does, what it spares lm-eval (`quick_harness`) included. --clock cpu counts processor seconds: what
+a quiet machine would take, measured on a busy one; use it with one thread (OMP_NUM_THREADS=1). Scores must be equal:
+accuracies exactly and log likelihoods within 1e-4 (fp32), relative to their size where they are above 10 nats. On a GPU
+--dtype float32 shows that; in bf16, whose roundings may part two candidates, differences are printed and kept.
 Exit 1: unequal scores, or a ratio of total times below --bar.
 """
 
@@ -39,7 +39,7 @@ import transformers
 from lightnet_data.tokenizer import Tokenizer
 from lightnet_eval.language_model import LightNetLM
 from lightnet_eval.offline import write_tasks
-from lightnet_eval.zero_shot import templates_once
+from lightnet_eval.zero_shot import quick_harness
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -77,7 +77,7 @@ def score(
     """Seconds and lm-eval's results of tasks in one evaluation."""
     loaded, now = manager.load(tasks)["tasks"], CLOCKS[clock]
     start = now()
-    with templates_once() if isinstance(model, LightNetLM) else nullcontext():
+    with quick_harness() if isinstance(model, LightNetLM) else nullcontext():
         found = lm_eval.simple_evaluate(
             model, tasks=[loaded[task] for task in tasks], task_manager=manager, limit=limit, bootstrap_iters=0
         )

