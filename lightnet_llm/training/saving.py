@@ -28,6 +28,7 @@ from ..parallel.layout import Groups
 from . import ema
 from .engine import Engine
 from .run_folder import RunFolder
+from .start import warn
 from .state import RunState
 
 Report = Callable[[int, dict[str, Any]], None]
@@ -206,7 +207,12 @@ class Saver:
         (job.folder / "config.yaml").write_bytes((self.folder.path / "config.yaml").read_bytes())
         store.commit(self.folder.checkpoints, job.step, job.facts)
         keep = self.config.checkpoint
-        store.prune(self.folder.checkpoints, keep.keep_last, keep.keep_every)
+        try:
+            store.prune(self.folder.checkpoints, keep.keep_last, keep.keep_every)
+        except OSError as error:  # this one is whole all the same
+            warn(
+                f"checkpoint of step {job.step} is saved, but an older one could not be removed ({error}); remove it by hand"
+            )
 
     def _collect(self, job: _Job, state: RunState) -> None:
         """Write this rank's files, or copy what they will hold; a rank that cannot write still joins collectives."""
