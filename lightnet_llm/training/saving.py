@@ -101,8 +101,8 @@ class Saver:
         Raises:
             UserError: it, or the one before, could not be written; older ones are intact.
         """
-        self.wait()
         began = time.perf_counter()
+        self.wait()
         root = self.folder.checkpoints
         folder = Path(self.ranks.on_rank_zero(lambda: str(store.begin(root, state.step))))
         self.job = job = _Job(state.step, folder, self._facts(state))

@@ -1,5 +1,6 @@
 """Saving: what goes wrong is said by its cause, once."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,18 @@ def saver_of(root: Path, asynchronous: bool, told: list[dict[str, Any]]) -> Save
     folder: Any = SimpleNamespace(checkpoints=root / "checkpoints", path=root)
     (root / "config.yaml").touch()
     return Saver(config, folder, nothing, ranks, nothing, {}, lambda step, figures: told.append(figures))
+
+
+def test_the_pause_holds_the_wait_for_the_save_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Saver, "_collect", lambda self, job, state: job.writes.append(lambda: time.sleep(0.5)))
+    monkeypatch.setattr(Saver, "_facts", lambda *_: {})
+    monkeypatch.setattr(Saver, "_commit", lambda *_: None)
+    told: list[dict[str, Any]] = []
+    saver = saver_of(tmp_path, True, told)
+    for step in (1, 2):
+        saver.save(RunState(step=step))
+    saver.wait()
+    assert told[0]["pause_seconds"] < 0.4 < told[1]["pause_seconds"]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_save(
