@@ -21,6 +21,7 @@ from ..errors import UserError
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
+DUE = "due"  # in the manifest: steps at which the checkpoint fell due, earlier ones where skipped steps put it off
 
 
 def step_name(step: int) -> str:
@@ -209,17 +210,27 @@ def set_aside_newer(root: Path, whole: Path) -> list[Path]:
     return aside
 
 
+def _due(folder: Path) -> list[int]:
+    try:
+        return [int(step) for step in read_manifest(folder).get(DUE, [])]
+    except (ValueError, TypeError):  # damaged
+        return []
+
+
 def prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:
-    """Delete all but the newest ``keep_last`` checkpoints and those at multiples of ``keep_every``; returns them.
+    """Delete all but the newest ``keep_last`` checkpoints and those due at multiples of ``keep_every``; returns them.
 
     Damaged ones that were set aside go, too, once a whole one of their step or later is there.
+
+    Raises:
+        OSError: one cannot be renamed, by which it would go.
     """
     removed = []
     for damaged in root.glob(".step_*.damaged"):
         if any(damaged.name.removesuffix(".damaged")[1:] <= folder.name for folder in listed(root)[-1:]):
             shutil.rmtree(damaged, ignore_errors=True)
     for folder in listed(root)[:-keep_last]:
-        if keep_every and _step_of(folder) % keep_every == 0:
+        if keep_every and any(step % keep_every == 0 for step in [_step_of(folder), *_due(folder)]):
             continue
         gone = folder.with_name(f".{folder.name}.removed")  # never half there under its own name
         folder.rename(gone)

@@ -78,7 +78,8 @@ class Trainer:
         end = min(budget.steps, config.train.stop_at_step or budget.steps)
         self.ranks.on_rank_zero(self._open_metrics)
         batches = data.training_batches(config, budget, self.data_rank, self.groups.layout.data, state.step)
-        parameters, saved, due = self._count(), state.step, False
+        parameters, saved = self._count(), state.step
+        due: list[int] = []  # steps whose save is to be made
         recorded = config.logging.profile_steps if self.speaks else 0
         trace = Trace(self.folder.path / "profile", self.ranks.rank, recorded, state.step)
         window_start, window_tokens = time.perf_counter(), 0
@@ -95,7 +96,8 @@ class Trainer:
             state.tokens += batch * config.data.sequence_length
             window_tokens += batch * config.data.sequence_length
             self.spans[step] = (first, state.samples)
-            due = due or self._due(state.step, config.checkpoint.interval) or state.step == end
+            if self._due(state.step, config.checkpoint.interval) or state.step == end:
+                due.append(state.step)
             asked = self.metrics is not None and (self.metrics.problem is not None or self.folder.stop_requested)
             stop = self.ranks.any(self.interrupted or asked)
             self.saver.after_step(time.perf_counter() - began)
@@ -103,7 +105,7 @@ class Trainer:
             # Otherwise a verdict is heard while the device works on the next step.
             verdict = guard.settle() if reports or due or stop or self.engine.judge.streak else guard.last
             # While steps are being skipped the weights are in doubt: they must not push older checkpoints out.
-            saves = (due and verdict.reason is None) or state.step == end
+            saves = (bool(due) and verdict.reason is None) or state.step == end
             if reports or saves or stop:
                 mean = float(self.engine.reduce_mean(loss)) if verdict.reason is None else verdict.loss
                 seconds = time.perf_counter() - window_start
@@ -122,8 +124,8 @@ class Trainer:
                 self.validate()
             if saves or stop:
                 self.progress.begin("save")
-                self.saver.save(state)
-                saved, due = state.step, False
+                self.saver.save(state, due)
+                saved, due = state.step, []
             # After the save: tasks take minutes, and who asks for a stop will not wait for them.
             evaluates = self._due(state.step, config.evaluation.interval) or state.step == end
             if self.evaluation and evaluates and not stop:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -95,8 +95,11 @@ class Saver:
         self.job: _Job | None = None
         self.usual_seconds: list[float] = []  # of the last steps with nothing to write beside them
 
-    def save(self, state: RunState) -> None:
+    def save(self, state: RunState, due: Sequence[int] = ()) -> None:
         """Write a checkpoint, or begin to; one that is still being written is finished first.
+
+        Args:
+            due: steps at which it fell due, earlier ones where skipped steps put it off.
 
         Raises:
             UserError: it, or the one before, could not be written; older ones are intact.
@@ -105,7 +108,7 @@ class Saver:
         self.wait()
         root = self.folder.checkpoints
         folder = Path(self.ranks.on_rank_zero(lambda: str(store.begin(root, state.step))))
-        self.job = job = _Job(state.step, folder, self._facts(state))
+        self.job = job = _Job(state.step, folder, self._facts(state, due))
         self._collect(job, state)
         if self.config.checkpoint.asynchronous:
             job.pause = time.perf_counter() - began
@@ -185,7 +188,7 @@ class Saver:
             return None
         return ema.reader(self.engine.optimizer, self.engine.zero_stage)
 
-    def _facts(self, state: RunState) -> dict[str, Any]:
+    def _facts(self, state: RunState, due: Sequence[int]) -> dict[str, Any]:
         return {
             "format": 1,
             "state": state.as_dict(),
@@ -194,6 +197,7 @@ class Saver:
             "pipeline_partition": self.config.parallel.pipeline_partition,
             "stages": self.engine.stages,
             "data": self.identity,
+            store.DUE: [*due],
             **({} if self._average() is None else {"ema": self.config.train.ema}),
         }
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lightnet_llm.checkpoint import store
 from tests.conftest import Ranks, read_metrics, steps_of
 
 FIELDS = ("loss", "grad_norm", "learning_rate", "samples", "batch_checksum")
@@ -137,6 +138,8 @@ def test_a_single_bad_step_stops_a_run_that_allows_none(ranks: Ranks, tiny: Path
 
 
 def test_a_save_that_falls_on_a_skipped_step_is_made_after_it(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
-    overrides = ["checkpoint.interval=6", "checkpoint.keep_last=9"]
+    overrides = ["checkpoint.interval=6", "checkpoint.keep_last=1", "checkpoint.keep_every=6"]
     ranks.train(2, tiny, overrides, tmp_path, "run", plant="nan_on_rank_one")
     assert [event["step"] for event in events(tmp_path / "run", "saved")] == [7, 12, 18, 20]
+    kept = [folder.name for folder in store.listed(tmp_path / "run" / "checkpoints")]
+    assert kept == [store.step_name(step) for step in (7, 12, 18, 20)]  # 7 is that of step 6

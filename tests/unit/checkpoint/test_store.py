@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from lightnet_llm.checkpoint import store
 
 
-def save(root: Path, step: int, text: str = "content") -> Path:
+def save(root: Path, step: int, text: str = "content", due: tuple[int, ...] = ()) -> Path:
     folder = store.begin(root, step)
     (folder / "engine").mkdir()
     (folder / "engine" / "part").write_text(text)
-    return store.commit(root, step, {"state": {"step": step}})
+    return store.commit(root, step, {"state": {"step": step}, "due": [*due]})
 
 
 def test_the_same_step_saved_again_replaces_it_whole(tmp_path: Path) -> None:
@@ -147,3 +147,11 @@ def test_rotation(tmp_path_factory: pytest.TempPathFactory, steps: list[int], ke
     assert [folder.name for folder in store.listed(root)] == [store.step_name(step) for step in kept]
     for folder in store.listed(root):
         store.verify(folder)
+
+
+def test_a_save_that_was_put_off_is_kept_as_the_one_that_was_due(tmp_path: Path) -> None:
+    for step, due in ((7, (6,)), (9, ()), (14, (10, 12)), (17, (16,)), (20, (20,))):
+        save(tmp_path, step, due=due)
+    (tmp_path / "step_00000009" / "manifest.json").write_text("cut")
+    store.prune(tmp_path, 1, 6)
+    assert [folder.name for folder in store.listed(tmp_path)] == [store.step_name(step) for step in (7, 14, 20)]
