@@ -126,7 +126,9 @@ def load_hardware(name: str, path: Path | None = None) -> Hardware:
     shipped = _read(SHIPPED)
     name = next((one for one in found if one.lower() == name.lower()), name)
     if name not in found:
-        hint = nearest(name, list(found))
+        # A family's name, such as a100, means one of its cards.
+        family = [f"'{one}'" for one in found if name and one.lower().startswith(name.lower())]
+        hint = f" (did you mean {' or '.join(family)}?)" if family else nearest(name, list(found))
         raise UserError(f"--gpu {name}: no figures{hint}; there are {', '.join(found)}; others by --calibrate")
     try:
         return _hardware(name, found, shipped)

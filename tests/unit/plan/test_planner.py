@@ -425,6 +425,11 @@ def test_text() -> None:
         ([], "needs a CONFIG"),
         (["pile_1z"], "did you mean"),
         (["pile_1b", "--gpu", "h10"], "did you mean 'h100'"),
+        (["pile_1b", "--gpu", "A100"], r"did you mean 'a100-80' or 'a100-40'\?"),
+        (["pile_1b", "--gpu", "h20"], "did you mean 'h200'"),
+        (
+            r"offload_optimizer: lightnet plan does not know .* \(deepspeed.*offload_optimizer=null\)",
+        ),
         (["pile_1b", "--price", "nan"], "not a price"),
         (["pile_1b", "--price", "inf"], "not a price"),
         (["pile_1b", "--gpus", "5003"], "no layout of this run is legal on 5003 ranks"),
