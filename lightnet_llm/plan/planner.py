@@ -217,6 +217,15 @@ def plan(config: RunConfig, world: int, hardware: Hardware) -> Plan:
         raise UserError(
             f"model.head: {config.model.head}: lightnet plan knows the memory and time of head: causal_lm and masked_lm"
         )
+    zero = config.deepspeed.get("zero_optimization")
+    for key in ("offload_optimizer", "offload_param"):
+        given = zero.get(key) if isinstance(zero, dict) else None
+        if isinstance(given, dict) and given.get("device", "none") != "none":
+            field = f"deepspeed.zero_optimization.{key}"
+            raise UserError(
+                f"{field}: lightnet plan does not know what lies outside the card, nor how long the way there takes; plan "
+                f"without it ({field}=null), or try the run"
+            )
     found = find(config, world, hardware)
     if found is None:
         legal_layout(config, world)

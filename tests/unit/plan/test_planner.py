@@ -379,6 +379,9 @@ TOP = {
 }  # fmt: skip
 
 
+OFFLOAD = "deepspeed={zero_optimization: {offload_optimizer: {device: cpu}}}"
+
+
 def fits_schema(value: dict[str, Any], schema: dict[str, Any]) -> None:
     assert set(value) == set(schema)
     for key, kind in schema.items():
@@ -428,6 +431,7 @@ def test_text() -> None:
         (["pile_1b", "--gpu", "A100"], r"did you mean 'a100-80' or 'a100-40'\?"),
         (["pile_1b", "--gpu", "h20"], "did you mean 'h200'"),
         (
+            ["pile_1b", OFFLOAD],
             r"offload_optimizer: lightnet plan does not know .* \(deepspeed.*offload_optimizer=null\)",
         ),
         (["pile_1b", "--price", "nan"], "not a price"),
