@@ -67,18 +67,25 @@ def plan(
     chosen = hardware.load_hardware(card or (names[0] if len(names) == 1 else "h100"), figures)
     world = gpus or loaded.launch.nodes * loaded.launch.gpus_per_node
     found = planner.plan(loaded, world, chosen)
+    fewer = scaling.enough(found)
     points = scaling.scaling(loaded, world, chosen) if plot is not None else None
     if plot is not None and points is not None:
         title = f"{loaded.train.name} on {chosen.card}, predicted"
         scaling.draw(points, title, plot)
     if as_json:
-        answer = report.as_dict(found, price)
+        answer = report.as_dict(found, price) | {"enough": asdict(fewer) if fewer else None}
         if points is not None:
             answer["scaling"] = {same: [asdict(point) for point in series] for same, series in points.items()}
         click.echo(json.dumps(answer, indent=2))
         return
     for line in report.lines(found, (config, *overrides), price, every_row):
         click.echo(line)
+    if fewer is not None:
+        click.echo(
+            f"from {fewer.gpus} GPUs on more do not help: {fewer.gpus} make {fewer.tokens_per_second:,.0f} tokens/s as "
+            f"{fewer.layout}, {world} make {found.tokens_per_second(found.recommended):,.0f}; plan with --gpus {fewer.gpus}, or "
+            "raise train.global_batch"
+        )
     if plot is not None:
         click.echo(f"scaling: {plot}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from ..parallel.legality import Choice
 from ..report.charts import PALETTE
 from .hardware import Hardware
 from .memory import Parts
-from .planner import Plan, find
+from .planner import ALIKE, Plan, find
 
 MOST = 4096
 FORMATS = (".png", ".svg")
@@ -44,20 +45,35 @@ def check_output(path: Path) -> None:
         raise UserError(f"--plot {path}: {path.parent} is not a folder; make it first")
 
 
-def scaling(config: RunConfig, world: int, hardware: Hardware) -> dict[str, list[Point]]:
-    """Points by what stays the same: ``batch`` (the run's own), and ``batch a card``.
-
-    Layouts that keep a tensor-parallel group inside a host, with the run's own sequence parallelism and ZeRO stage, or 1.
-    """
-    own, train = config.parallel, config.train
+def _drawn(config: RunConfig, hardware: Hardware) -> Callable[[Choice], bool]:
+    """Layouts that keep a tensor-parallel group inside a host, with the run's own sequence parallelism and ZeRO stage, or 1."""
+    own = config.parallel
+    cards = min(config.launch.gpus_per_node, hardware.per_node)
 
     def wanted(choice: Choice) -> bool:
-        return (
-            choice.sequence == own.sequence
-            and choice.zero_stage in {1, own.zero_stage}
-            and min(config.launch.gpus_per_node, hardware.per_node) % choice.tensor == 0
-        )
+        same = choice.sequence == own.sequence and choice.zero_stage in {1, own.zero_stage}
+        return same and cards % choice.tensor == 0
 
+    return wanted
+
+
+def enough(plan: Plan) -> Point | None:
+    """The fewest cards, a power of two, that are predicted to be as fast as the plan's, and to which more add nothing.
+
+    Looked for among the layouts of :func:`scaling` alone, so there may be fewer still. None where the plan's are of use.
+    """
+    config, hardware, parts = plan.config, plan.hardware, Parts(plan.config)
+    wanted = _drawn(config, hardware)
+    for gpus in (2**power for power in range((plan.world - 1).bit_length())):
+        point = _point(find(config, gpus, hardware, parts, wanted))
+        if point is not None and point.tokens_per_second * ALIKE >= plan.tokens_per_second(plan.recommended):
+            return point
+    return None
+
+
+def scaling(config: RunConfig, world: int, hardware: Hardware) -> dict[str, list[Point]]:
+    """Points by what stays the same: ``batch`` (the run's own), and ``batch a card``, of the best of :func:`_drawn`'s layouts."""
+    train, wanted = config.train, _drawn(config, hardware)
     parts = Parts(config)
     budget = train.tokens or (train.steps or 0) * train.global_batch * config.data.sequence_length
     found: dict[str, list[Point]] = {"batch": [], "batch a card": []}

@@ -376,6 +376,7 @@ ROW = {
 TOP = {
     "name": str, "parameters": int, "precision": str, "tokens": int, "hours": (float, type(None)), "tokens_per_step": int,
     "gpus": int, "gpu": dict, "price": (float, type(None)), "layouts": list, "recommended": dict, "configured": dict,
+    "enough": (dict, type(None)),
 }  # fmt: skip
 
 
@@ -411,6 +412,19 @@ def test_json(tmp_path: Path) -> None:
     assert best["days"] == pytest.approx(answer["tokens"] / best["tokens_per_second"] / 86400)
     assert {point["gpus"] for point in scaling["batch a card"]} >= {1, 2, 1024, 4096}
     assert picture.read_text().startswith("<?xml")
+
+
+def test_more_cards_that_do_not_help_are_said() -> None:
+    small = ("pile_150m", "--gpus", "1024", "train.global_batch=16")
+    (line,) = [line for line in run(*small).stdout.splitlines() if "more do not help" in line]
+    answer = json.loads(run(*small, "--json").stdout)
+    fewer, best = answer["enough"], answer["recommended"]["tokens_per_second"]
+    assert line.startswith(f"from {fewer['gpus']} GPUs on more do not help: ") and line.count(f"{best:,.0f}") == 1
+    assert fewer["gpus"] < 1024 and fewer["tokens_per_second"] * planner.ALIKE >= best
+    again = run(*small, "--gpus", str(fewer["gpus"] // 2))
+    assert again.exit_code == 0 and "more do not help" not in again.stdout
+    off = run("pile_150m", "--gpus", "2", "deepspeed={zero_optimization: {offload_optimizer: {device: none}}}")
+    assert off.exit_code == 0 and "more do not help" not in off.stdout
 
 
 def test_text() -> None:
