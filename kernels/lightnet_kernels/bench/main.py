@@ -25,6 +25,7 @@ from .scans import Context, run_scan
 from .series import run_cost, run_figure
 
 Case = Callable[[Context], dict[str, Any]]
+REASONS = ("backend_reason", "two_passes_reason")
 
 
 def all_cases() -> dict[str, Case]:
@@ -146,12 +147,21 @@ def measure(context: Context, names: list[str], report: dict[str, Any], path: Pa
             row["error"] = f"{type(error).__name__}: {error}"
         if context.clock.on_gpu:
             torch.cuda.empty_cache()
+            refused = refusal(row)
+            if refused is not None:  # the figures are PyTorch's, which no bar may let pass
+                row.setdefault("error", f"Triton refused: {refused}")
         row["seconds"] = round(time.perf_counter() - start, 1)
         report["results"].append(row)
         write(report, path)
         missed = sum(not result["met"] for result in row.get("checks", []))
         state = row.get("error") or (f"{missed} missed" if missed else "all met")
         print(f"    {len(row.get('checks', []))} checks, {state}; {row['seconds']} s", flush=True)
+
+
+def refusal(row: dict[str, Any]) -> str | None:
+    """Why a row was measured without Triton."""
+    parts = [row, *row.get("calls", {}).values()]
+    return next((str(part[key]) for part in parts for key in REASONS if part.get(key)), None)
 
 
 def verdict(report: dict[str, Any]) -> int:

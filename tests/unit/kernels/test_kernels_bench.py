@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -154,6 +155,21 @@ def test_a_failing_case_leaves_the_others(tmp_path, monkeypatch, capsys):
     kept = json.loads((tmp_path / "kept.json").read_text())["results"]
     assert "illegal memory access" in kept[0]["error"] and kept[1]["checks"][0]["met"]
     assert main.verdict(report) == 1
+
+
+def test_a_case_that_triton_refuses_fails_on_a_gpu(tmp_path, monkeypatch, capsys):
+    met = {"checks": [measure.check("time", 1.0, None)]}
+    first = {"calls": {"causal": {"backend_reason": "no triton"}}, **met}
+    figure = {"backend_reason": None, "two_passes_reason": "no triton", **met}
+    rows = {"scan": {"backend_reason": "no triton", **met}, "first": first, "figure": figure, "good": met}
+    monkeypatch.setattr(main, "all_cases", lambda: {name: lambda _, row=row: row for name, row in rows.items()})
+    for on_gpu, failed in ((True, ["scan", "first", "figure"]), (False, [])):
+        report = {"results": []}
+        here = types.SimpleNamespace(clock=types.SimpleNamespace(on_gpu=on_gpu))
+        main.measure(here, list(rows), report, tmp_path / "kept.json", None)
+        assert [row["case"] for row in report["results"] if "error" in row] == failed
+        assert main.verdict(report) == (1 if failed else 0)
+    assert "scan: Triton refused: no triton" in capsys.readouterr().out
 
 
 def test_a_child_that_hangs_or_fails_costs_only_itself(monkeypatch, tmp_path):
