@@ -210,7 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
         if options.plot:
-            pictures = plots(json.loads(options.plot.read_text()), options.plot)
+            pictures = kept_plots(options.plot)
             print(
                 *(f"written: {path}" for path in pictures) if pictures else ("no case with points, no picture",),
                 sep="\n",
@@ -254,6 +254,20 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         print(f"no pictures: {error}")
     print(f"written: {path}")
     return verdict(report)
+
+
+def kept_plots(path: Path) -> list[Path]:
+    """The pictures of a kept JSON.
+
+    Raises:
+        ValueError: it is no result of this command.
+    """
+    try:
+        return plots(json.loads(path.read_text()), path)
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"--plot {path}: is no result of this command ({error!r}); name one that it has written"
+        ) from None
 
 
 def plots(report: dict[str, Any], path: Path) -> list[Path]:

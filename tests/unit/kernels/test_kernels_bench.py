@@ -172,6 +172,18 @@ def test_a_case_that_triton_refuses_fails_on_a_gpu(tmp_path, monkeypatch, capsys
     assert "scan: Triton refused: no triton" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"results": 3}', '{"results": [{"case": "cost", "points": [{}]}]}', "\xff"]
+)
+def test_another_json_is_no_result(text, tmp_path, capsys):
+    path = tmp_path / "other.json"
+    path.write_bytes(text.encode("latin-1"))
+    assert main.main(["--plot", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --plot {path}: is no result of this command (")
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_child_that_hangs_or_fails_costs_only_itself(monkeypatch, tmp_path):
     package = tmp_path / "helpers"
     package.mkdir()
