@@ -224,6 +224,10 @@ def main(arguments: list[str] | None = None) -> int:
                 "no CUDA device: the bars are for a GPU; --device cpu runs the plumbing at tiny sizes, and --plot FILE "
                 "draws a kept result"
             )
+        if options.output is not None and options.output.is_dir():
+            raise ValueError(
+                f"--output {options.output}: is a folder; name a file, such as {options.output / 'kernels.json'}"
+            )
         return run(options, sys.argv[1:] if arguments is None else arguments)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

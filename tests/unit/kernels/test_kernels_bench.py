@@ -184,6 +184,14 @@ def test_another_json_is_no_result(text, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_folder_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(main, "run", lambda *_: pytest.fail("measured"))
+    assert main.main(["--device", "cpu", "--only", "causal", "--output", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: --output {tmp_path}: is a folder; name a file, such as {tmp_path}/kernels.json"
+    assert not list(tmp_path.iterdir()) and not list(tmp_path.parent.glob("*.part"))
+
+
 def test_a_child_that_hangs_or_fails_costs_only_itself(monkeypatch, tmp_path):
     package = tmp_path / "helpers"
     package.mkdir()
