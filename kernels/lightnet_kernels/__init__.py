@@ -3,7 +3,7 @@
 from .decode import DecodeState, decode_state, decode_step, scan_state, toeplitz_step
 from .linear_cross_entropy import linear_cross_entropy
 from .modulation import gated_add, gated_add_norm, modulate, modulated_norm
-from .norms import add_norm, gated_norm, norm
+from .norms import add_norm, gated_norm, norm, norm_beside
 from .recorded import recordable, recorded
 from .scan import ScanExchange, additive_scan, backends
 from .state import (
@@ -39,6 +39,7 @@ __all__ = [
     "modulate",
     "modulated_norm",
     "norm",
+    "norm_beside",
     "recordable",
     "recorded",
     "scan_state",

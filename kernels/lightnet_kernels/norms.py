@@ -50,6 +50,35 @@ def norm(
     return _call(x, None, None, weight, bias, kind, eps, 1)[0]
 
 
+def norm_beside(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    kind: str,
+    eps: float,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """x and its norm: what else is made of x goes on from the one returned, so that the norm's backward pass adds both
+    gradients and no pass over memory of its own does.
+
+    Args:
+        x, weight, bias, kind, eps, backend: as for `norm`.
+
+    Returns:
+        (x, norm of x).
+
+    Raises:
+        ValueError: as `norm`.
+    """
+    _check("norm_beside", kind, x, {}, weight, bias, x.shape[-1:])
+    by_triton = _by_triton("norm_beside", backend, x, weight, bias)
+    if not by_triton or not torch.is_grad_enabled() or torch.compiler.is_compiling() or type(x) is not Tensor:
+        return x, norm(x, weight, bias, kind=kind, eps=eps, backend=backend)
+    both: tuple[Tensor, Tensor] = _Beside.apply(x, _flat(weight), _flat(bias), kind == "layer", eps)
+    return both
+
+
 def add_norm(
     x: Tensor,
     residual: Tensor,
@@ -244,3 +273,28 @@ _normalise = Operator(
     simple=True,
 )
 _normalise.differentiable(_backward, _setup)
+
+
+class _Beside(torch.autograd.Function):
+    """No operator of torch.library's: one of its results is its input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: bool, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        flat = x.reshape(-1, 1, x.shape[-1])
+        y, _, scale = _normalise(flat, None, None, weight, bias, layer, eps)
+        ctx.layer = layer
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(flat, weight, bias, scale)
+        return x, y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, beside: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, bias, scale = ctx.saved_tensors
+        if grad is None:
+            return beside, None, None, None, None
+        flat = [None if y is None else y.reshape(x.shape) for y in (grad, beside)]
+        found = _normalise_backward(x, None, weight, bias, scale, *flat, ctx.layer)
+        of_weights = [None if y is None else g for y, g in zip((weight, bias), found[2:], strict=True)]
+        return found[0].view(grad.shape), *of_weights, None, None

@@ -43,17 +43,20 @@ class LightNetAttention(nn.Module):
         self, x: Tensor, context: ForwardContext, state: Any = None, return_state: bool = False
     ) -> tuple[Tensor, Any]:
         """[B, N, width] to the same, and the scan state after the last token (None unless asked for)."""
-        out, gate, after = self.mix(x, self.project(x), self.gate, context, state, return_state)
+        out, gate, after = self.mix(x, *self.project(x), self.gate, context, state, return_state)
         return self.finish(out, gate), after
 
-    def project(self, x: Tensor) -> Tensor:
-        """[B, N, width] to queries, keys and values of this rank's heads, [B, N, heads x 3 x head width]."""
-        projected: Tensor = self.qkv(self.layers_set.enter(x))
-        return projected
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, N, width] to queries, keys and values of this rank's heads, [B, N, heads x 3 x head width], and what the gate
+        is made of, [B, N, gate rank]."""
+        inside = self.layers_set.enter(x)
+        if inside is x:
+            return self.layers_set.pair(x, self.qkv, self.gate_down)
+        return self.qkv(inside), self.gate_down(x)
 
-    def gate(self, x: Tensor) -> Tensor:
-        """[B, N, width] to U, [B, N, heads, head width]."""
-        gate: Tensor = self.gate_up(self.layers_set.enter(self.gate_down(x)))
+    def gate(self, low: Tensor) -> Tensor:
+        """X Wu1 [B, N, gate rank] to U, [B, N, heads, head width]."""
+        gate: Tensor = self.gate_up(self.layers_set.enter(low))
         return gate.view(*gate.shape[:2], self.heads, -1)
 
     def finish(self, out: Tensor, gate: Tensor) -> Tensor:
@@ -65,6 +68,7 @@ class LightNetAttention(nn.Module):
         self,
         x: Tensor,
         projected: Tensor,
+        low: Tensor,
         gate: Callable[[Tensor], Tensor],
         context: ForwardContext,
         state: Any,
@@ -73,7 +77,7 @@ class LightNetAttention(nn.Module):
         """What of attention tokens do together.
 
         Args:
-            x: as `forward` takes it; projected: of it, see `project`.
+            x: as `forward` takes it; projected, low: of it, see `project`.
             gate: `gate`, or what does the same.
 
         Returns:
@@ -83,7 +87,7 @@ class LightNetAttention(nn.Module):
         gates: list[Tensor] = []
 
         def meanwhile() -> None:  # needs nothing of other ranks, so it is computed while their states are on the way
-            gates.append(gate(x))
+            gates.append(gate(low))
 
         if context.exchange is None:
             meanwhile()

@@ -16,7 +16,7 @@ from .dropout import drop_path, dropout
 from .layers import PlainLayers
 from .modulation import modulation_table
 from .norms import Norm, ResidualNorm
-from .recorded import replayed
+from .recorded import hooked, replayed
 
 
 class GatedLinearUnit(nn.Module):
@@ -32,8 +32,8 @@ class GatedLinearUnit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, N, width] to the same."""
-        inside = self.layers_set.enter(x)
-        return self.down(swiglu(self.gate(inside), self.up(inside)))
+        gate, up = self.layers_set.pair(self.layers_set.enter(x), self.gate, self.up)
+        return self.down(swiglu(gate, up))
 
 
 class Block(nn.Module):
@@ -94,9 +94,9 @@ class Block(nn.Module):
         place, attention = 2 * self.index + 1, self.attention  # place 0 is the embedding
         parts = context.exchange is not None and self._repeats(context)
 
-        def start(x: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
-            x = self.attention_norm(x, *vectors)
-            return x, attention.project(x)
+        def start(x: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            normed = self.attention_norm(x, *vectors)
+            return normed, *attention.project(normed)
 
         def end(x: Tensor, out: Tensor, gate: Tensor, *vectors: Tensor) -> Tensor:
             x, inside = self.glu_norm(x, self._dropped(attention.finish(out, gate), context, place), *vectors[:3])
@@ -108,14 +108,19 @@ class Block(nn.Module):
             found = replayed(run, modules, inputs, [], [], name, decided=decided) if parts else None
             return run(*inputs) if found is None else found
 
-        def gate(x: Tensor) -> Tensor:
-            found: Tensor = part(attention.gate, [attention.gate_down, attention.gate_up], x)
+        def gate(low: Tensor) -> Tensor:
+            found: Tensor = part(attention.gate, [attention.gate_up], low)
             return found
 
         vectors = self._vectors(context)
-        normed, projected = part(start, [self.attention_norm, attention.qkv], x, *vectors[:2])
-        out, gated, after = attention.mix(normed, projected, gate, context, state, return_state)
-        del normed, projected  # not held through the rest where no gradient needs them
+        modules = [self.attention_norm, attention.qkv, attention.gate_down]
+        if vectors or context.exchange is not None or hooked(self.attention_norm):
+            normed, projected, low = part(start, modules, x, *vectors[:2])
+        else:
+            x, normed = self.attention_norm.beside(x)
+            projected, low = attention.project(normed)
+        out, gated, after = attention.mix(normed, projected, low, gate, context, state, return_state)
+        del normed, projected, low  # not held through the rest where no gradient needs them
         modules = [attention.norm, attention.output, self.glu_norm, self.glu]
         return part(end, modules, x, out, gated, *vectors[2:]), after
 

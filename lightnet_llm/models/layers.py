@@ -10,15 +10,52 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from lightnet_kernels import linear_cross_entropy
 from torch import Tensor, nn
 
 from .parameters import ParameterSpec, declare, normal
+from .recorded import hooked
 
 
 def padded_size(size: int, multiple: int) -> int:
     """``size`` rounded up to a multiple."""
     return -(-size // multiple) * multiple
+
+
+class _TwoProducts(torch.autograd.Function):
+    """x A^T and x B^T. The two gradients of x are summed by the second product, not in a pass over memory of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, one, two)
+        return F.linear(x, one), F.linear(x, two)
+
+    @staticmethod
+    def backward(ctx: Any, grad_one: Tensor, grad_two: Tensor) -> tuple[Tensor | None, ...]:
+        x, one, two = ctx.saved_tensors
+        grad_one, grad_two, rows = (y.reshape(-1, y.shape[-1]) for y in (grad_one, grad_two, x))
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.mm(grad_one, one).addmm_(grad_two, two).view(x.shape)
+        of_weights = (
+            torch.mm(grad.t(), rows) if wanted else None
+            for grad, wanted in zip((grad_one, grad_two), ctx.needs_input_grad[1:], strict=True)
+        )
+        return grad_x, *of_weights
+
+
+def _joins(layer: nn.Module, x: Tensor) -> bool:
+    """Whether a layer's output is the product with its weight, and nothing else looks at its call."""
+    return (
+        type(layer) is nn.Linear
+        and layer.bias is None
+        and type(layer.weight) is nn.Parameter
+        and layer.weight.dtype == x.dtype
+        and "forward" not in vars(layer)
+        and not hooked(layer)
+    )
 
 
 class PlainLayers:
@@ -47,6 +84,14 @@ class PlainLayers:
     def enter(self, x: Tensor) -> Tensor:
         """Mark the input of column layers: whole tokens forward, sum over ranks backward."""
         return x
+
+    def pair(self, x: Tensor, one: nn.Module, two: nn.Module) -> tuple[Tensor, Tensor]:
+        """What two layers make of one input."""
+        plain = torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(x) is Tensor
+        if plain and not torch.is_autocast_enabled(x.device.type) and _joins(one, x) and _joins(two, x):
+            both: tuple[Tensor, Tensor] = _TwoProducts.apply(x, one.weight, two.weight)
+            return both
+        return one(x), two(x)
 
     def share_tokens(self, x: Tensor) -> Tensor:
         """This rank's tokens of [B, N, width], which all ranks hold whole: all where ranks do not share them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from lightnet_kernels import add_norm, gated_add_norm, gated_norm, modulated_norm, norm
+from lightnet_kernels import add_norm, gated_add_norm, gated_norm, modulated_norm, norm, norm_beside
 from torch import Tensor, nn
 
 from .parameters import ParameterSpec, constant, declare
@@ -42,6 +42,10 @@ class Norm(NormWeights):
         if shift is None or scale is None:
             return norm(x, self.weight, self.bias, kind=self.kind, eps=self.eps)
         return modulated_norm(x, shift, scale, self.weight, self.bias, kind=self.kind, eps=self.eps)
+
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(x, its norm), of a residual stream that goes on from the x returned: see `norm_beside`."""
+        return norm_beside(x, self.weight, self.bias, kind=self.kind, eps=self.eps)
 
 
 class ResidualNorm(NormWeights):

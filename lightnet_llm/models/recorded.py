@@ -43,14 +43,15 @@ def _gather(module: nn.Module, tensors: list[Tensor], kinds: list[Any]) -> bool:
     """Adds all parameters and buffers in order, and modules' types; false where a module may do something else than its
     configuration says: one from elsewhere (an adapter), a forward of its own, a hook that waits for its call."""
     own = type(module) is nn.Linear or type(module).__module__.rpartition(".")[0] == __package__
-    if not own or "forward" in vars(module) or _hooked(module):
+    if not own or "forward" in vars(module) or hooked(module):
         return False
     kinds.append(type(module))
     tensors += [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
     return all(_gather(child, tensors, kinds) for child in module._modules.values() if child is not None)
 
 
-def _hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
+    """Whether something waits for the module's call."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     everywhere = torch.nn.modules.module
     return bool(

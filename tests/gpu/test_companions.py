@@ -30,17 +30,21 @@ def poisoned_memory():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", table.KINDS)
 @pytest.mark.parametrize(
-    "shape", [(0, 24), (1, 5), (2, 67, 72), (33, 100), (700, 1024), (600, 2560), (9, 6784)], ids=str
+    "shape", [(0, 24), (1, 5), (2, 67, 72), (33, 100), (700, 1024), (3000, 768), (600, 2560), (9, 6784)], ids=str
 )
 def test_norms(shape, kind, dtype):
     table.check_norm(kind, shape, dtype, "cuda")
     table.check_add_norm(kind, shape, dtype, "cuda")
+    if shape[0]:
+        table.check_norm_beside(kind, shape, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", table.KINDS)
 @pytest.mark.parametrize(
-    "shape", [(3, 5, 3, 24), (2, 300, 6, 32), (2, 300, 16, 48), (2, 200, 16, 72), (700, 8, 128)], ids=str
+    "shape",
+    [(3, 5, 3, 24), (2, 300, 6, 32), (2, 300, 16, 48), (2, 200, 16, 72), (3000, 12, 64), (700, 8, 128)],
+    ids=str,
 )
 def test_gated_norm(shape, kind, dtype):
     table.check_gated_norm(kind, shape, dtype, "cuda")

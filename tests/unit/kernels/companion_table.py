@@ -5,7 +5,7 @@ Everything is measured against formulas of their own in float64 on the same roun
 
 import torch
 import torch.nn.functional as F
-from lightnet_kernels import add_norm, gated_norm, linear_cross_entropy, norm, swiglu
+from lightnet_kernels import add_norm, gated_norm, linear_cross_entropy, norm, norm_beside, swiglu
 from torch.utils.checkpoint import checkpoint
 
 from .kernel_oracle import relative
@@ -182,3 +182,30 @@ def check_linear_cross_entropy(
         assert bool((actual[labels < 0] == 0).all())
     grads = compare(leaves, [actual], [upstream], wanted, [torch.float32], LOSS_TOLERANCE[dtype])
     assert bool((grads[0][labels < 0] == 0).all()) and bool((grads[1][vocab_size:] == 0).all())
+
+
+def check_norm_beside(kind, shape, dtype, device="cpu", backend="triton"):
+    """x [.., W], which is read beside its norm."""
+    leaves = {
+        "x": as_leaf(draw(*shape, dtype=dtype, device=device), lambda x: x),
+        **{n: as_leaf(w, lambda x: x) for n, w in norm_weights(kind, shape[-1], dtype, device).items()},
+    }
+    upstream = [draw(*shape, seed=seed, dtype=dtype, device=device) for seed in (1, 2)]
+
+    def wanted(x, weight=None, bias=None):
+        return [x + 0, definition(x, weight, bias, kind, 1e-5)]
+
+    actual = norm_beside(**leaves, kind=kind, eps=1e-5, backend=backend)
+    assert torch.equal(actual[0], leaves["x"])
+    compare(leaves, list(actual), upstream, wanted, [dtype, dtype])
+    rest = {n: x.detach() for n, x in leaves.items() if n != "x"}
+    for place in (0, 1):  # one of the two alone
+        leaf = leaves["x"].detach().requires_grad_()
+        (found,) = torch.autograd.grad(
+            norm_beside(leaf, **rest, kind=kind, eps=1e-5, backend=backend)[place], leaf, upstream[place]
+        )
+        exact = leaf.detach().double().requires_grad_()
+        weights = {"weight": None, "bias": None} | {n: x.double() for n, x in rest.items()}
+        alone = definition(exact, **weights, kind=kind, eps=1e-5) if place else exact
+        (expected,) = torch.autograd.grad(alone, exact, upstream[place].double())
+        assert relative(found.cpu(), expected.cpu()) < TOLERANCE[dtype]

@@ -24,6 +24,7 @@ def test_pytorch_forms(kind):
     table.check_norm(kind, (2, 5, 24), torch.float64, backend="torch")
     table.check_add_norm(kind, (2, 5, 24), torch.float64, backend="torch")
     table.check_gated_norm(kind, (2, 5, 3, 8), torch.float64, backend="auto")
+    table.check_norm_beside(kind, (2, 5, 24), torch.float64, backend="torch")
     table.check_swiglu((4, 10), torch.float64, joined=kind == "rms", backend="auto")
 
 
@@ -60,6 +61,8 @@ ROWS = [(0, 24), (1, 5), (3, 24), (2, 67, 72), (5, 100), (9, 1365), (2, 3, 2560)
 def test_norms(shape, kind):
     table.check_norm(kind, shape, torch.float32)
     table.check_add_norm(kind, shape, torch.float32)
+    if shape[0]:
+        table.check_norm_beside(kind, shape, torch.float32)
 
 
 @inside
@@ -75,6 +78,7 @@ def test_gated_norm(shape, kind):
 def test_half_precision(kind, dtype):
     table.check_norm(kind, (40, 200), dtype)
     table.check_add_norm(kind, (40, 200), dtype)
+    table.check_norm_beside(kind, (40, 200), dtype)
     table.check_gated_norm(kind, (2, 20, 3, 48), dtype)
     table.check_swiglu((7, 150), dtype, joined=kind == "rms")
 

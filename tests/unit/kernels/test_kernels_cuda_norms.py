@@ -33,6 +33,7 @@ def test_norms(shape, kind):
     """Rows that a warp's lanes have one chunk of, two and five, and more than the blocks take at once."""
     table.check_norm(kind, shape, BF16)
     table.check_add_norm(kind, shape, BF16)
+    table.check_norm_beside(kind, shape, BF16)
 
 
 @pytest.mark.parametrize(
