@@ -15,16 +15,18 @@ PARTS = ("warp.cuh", "norm_rows.cuh")
 DEVICE = "cuda"
 WIDEST = 1536  # of a row: its weights' gradients stay in registers
 WARPS = 4
-BLOCKS = {"norm_rows_forward": 4, "norm_rows_backward": 2}  # on a multiprocessor at once
+HEAVY = 1024  # features of a row above which a lane has more than four chunks
 
 
-def takes(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether these kernels do this call: x [T, G, W] and what is of its shape, weights [G * W], or None."""
+def takes(x: Tensor, weight: Tensor | None, *others: Tensor | None) -> bool:
+    """Whether these kernels do this call, and faster than Triton's (benchmarks/LOG.md): x [T, G, W] and what is of its
+    shape, weights [G * W], or None."""
     _, groups, width = x.shape
     row = groups * width
-    given = [y for y in (x, *others) if y is not None]
+    given = [y for y in (x, weight, *others) if y is not None]
     return (
-        x.device.type == DEVICE
+        (weight is not None or (groups > 1 and width & (width - 1) != 0))
+        and x.device.type == DEVICE
         and 64 <= row <= WIDEST
         and row & (row - 1) != 0
         and width % 8 == 0
@@ -40,13 +42,17 @@ def _rows(y: Tensor) -> bool:
     return y.stride(2) == 1 and (y.shape[1] == 1 or y.stride(1) == y.shape[2]) and y.stride(0) % 8 == 0
 
 
-def programs(x: Tensor) -> int:
+def programs(x: Tensor, weighted: bool) -> int:
     """Blocks of the backward pass, each with a row of the weights' gradients."""
-    return _blocks("norm_rows_backward", x)
+    return min(-(-x.shape[0] // WARPS), _at_once("norm_rows_backward", x, weighted) * _multiprocessors(x.device))
 
 
-def _blocks(name: str, x: Tensor) -> int:
-    return min(-(-x.shape[0] // WARPS), BLOCKS[name] * _multiprocessors(x.device))
+def _at_once(name: str, x: Tensor, weighted: bool) -> int:
+    """Blocks on a multiprocessor, as measured."""
+    heavy = x.shape[1] * x.shape[2] > HEAVY
+    if name == "norm_rows_forward":
+        return 4 if heavy else 5
+    return 4 if not weighted else 2 if heavy else 3
 
 
 @functools.cache
@@ -63,10 +69,11 @@ def _launch(
     **which: bool,
 ) -> None:
     tokens, groups, width = x.shape
-    constants = {"WIDTH": width, "GROUPS": groups, "WARPS": WARPS, "BLOCKS": BLOCKS[name]}
+    at_once = _at_once(name, x, which["WEIGHT"])
+    constants = {"WIDTH": width, "GROUPS": groups, "WARPS": WARPS, "BLOCKS": at_once}
     constants |= {key: int(value) for key, value in which.items()}
     strides = [0 if y is None else y.stride(0) for y in strided]
-    blocks = _blocks(name, x)
+    blocks = min(-(-tokens // WARPS), at_once * _multiprocessors(x.device))
     cuda_launch.launch(name, (*PARTS, f"{name}.cu"), constants, blocks, [*pointers, *strides, tokens, blocks, *numbers])
 
 

@@ -119,12 +119,17 @@ def _merge(name: str, where: Where, *arguments: Optional, **extra: Any) -> None:
     )  # fmt: skip
 
 
-def _collect(key: Tensor, value: Tensor, where: Where, norm: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _collect(
+    key: Tensor, value: Tensor, where: Where, norm: bool, by_cuda: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Maximum, mass, and G (`norm`) or the state of every sequence."""
     shape, plan, device = where.shape, where.plan, key.device
     peaks, masses = torch.empty(2, plan.pieces, shape.heads, shape.D, device=device).unbind(0)
     kvs = torch.empty(plan.pieces, shape.heads, shape.rows, shape.V, device=device)
-    _launch("piece_states", where, (key, value), (peaks, masses, kvs))
+    if by_cuda:
+        cuda_bidirectional.piece_states(key, value, where, peaks, masses, kvs)
+    else:
+        _launch("piece_states", where, (key, value), (peaks, masses, kvs))
     peak, mass = (torch.empty(plan.sequences, shape.heads, shape.D, device=device) for _ in range(2))
     dtype = shape.operand if norm else torch.float32
     state = torch.empty(plan.sequences, shape.heads, shape.rows, shape.V, device=device, dtype=dtype)
@@ -165,8 +170,12 @@ def _scan(
         return cuda_bidirectional.scan(query, key, value, where, activation)
     output = _empty(value, shape.V)
     if not where.plan.fused:
-        peak, mass, state = _collect(key, value, where, True)
-        _launch("read_pieces", where, (query, output), (state,), SILU=activation)
+        by_cuda = cuda_bidirectional.takes_pieces(where, (query, key, value))
+        peak, mass, state = _collect(key, value, where, True, by_cuda)
+        if by_cuda:
+            cuda_bidirectional.read_pieces(query, output, state, where, activation)
+        else:
+            _launch("read_pieces", where, (query, output), (state,), SILU=activation)
         return output, peak, mass, state
     rest = where.plan.sequences, shape.heads
     peak, mass = (torch.empty(*rest, shape.D, device=query.device) for _ in range(2))
@@ -221,15 +230,22 @@ def _scan_backward(
             SILU=activation,
         )
     else:
-        torques = _torque(where, 2)
+        torques, by_cuda = _torque(where, 2), cuda_bidirectional.takes_pieces(where, (query, key, value, grad))
         parts = torch.empty(where.plan.pieces, *state.shape[1:], device=query.device)
-        _launch("read_grad_pieces", where, (query, grad, grad_query), (state, parts, torques[0]), SILU=activation)
+        if by_cuda:
+            given = (peak, mass, state, parts, torques[0])
+            cuda_bidirectional.read_grad_pieces(query, grad, grad_query, *given, where, activation)
+        else:
+            _launch("read_grad_pieces", where, (query, grad, grad_query), (state, parts, torques[0]), SILU=activation)
         grad_state, pressure = torch.empty_like(state), torch.empty_like(peak)
         _merge("merge_grads", where, parts, state, grad_state, pressure)
         del parts
         grad_key, grad_value = grads.next(), grads.next()
         others = (peak, mass, pressure, grad_state, torques[1])
-        _launch("weight_grad_pieces", where, (key, value, grad_key, grad_value), others, NORM=True)
+        if by_cuda:
+            cuda_bidirectional.weight_grad_pieces(key, value, grad_key, grad_value, *others, where)
+        else:
+            _launch("weight_grad_pieces", where, (key, value, grad_key, grad_value), others, NORM=True)
     return *grads.all(), _theta_grad(torques, theta)
 
 

@@ -165,7 +165,7 @@ def forward(
     y, total, scale = output_tensors(x, residual, gate)
     tokens, groups, width = x.shape
     rows, tile = tokens * groups, _tile(groups, width)
-    if rows and cuda_norms.takes(x, residual, gate, weight, bias, y):
+    if rows and cuda_norms.takes(x, weight, residual, gate, bias, y):
         cuda_norms.forward(x, residual, gate, weight, bias, y, total, scale, layer, eps)
     elif rows:
         launch(norm_forward, (triton.cdiv(rows, tile["ROWS"]),))(
@@ -194,9 +194,9 @@ def backward(
     tile = _tile(groups, width, weight is not None)
     blocks = triton.cdiv(tokens, tile["ROWS"])
     programs = min(blocks, triton.cdiv(PROGRAMS, groups))
-    by_rows = tokens > 0 and cuda_norms.takes(x, gate, weight, bias, grad, grad_sum)
+    by_rows = tokens > 0 and cuda_norms.takes(x, weight, gate, bias, grad, grad_sum)
     if by_rows:
-        programs = cuda_norms.programs(x)
+        programs = cuda_norms.programs(x, weight is not None)
     count = (weight is not None) + (bias is not None)
     sums = x.new_empty((count, programs, groups * width), dtype=torch.float32) if count else None
     first, second = (None, None) if sums is None else (sums[0], sums[-1])

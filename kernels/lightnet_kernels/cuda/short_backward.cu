@@ -1,4 +1,5 @@
-// Backward pass: dG and p of each sequence on chip, gradients of q, then of k and v; theta's, a row a sequence and head.
+// Backward pass: dG and p of each sequence on chip, gradients of q, then of k and v; theta's, a row a sequence and head. With PART 1
+// dG's sums are a piece's, and theta's gradient a row a piece, of either part.
 
 constexpr int FIRST = larger(RING, WARPS * 2 * TOKENS * WIDE);
 constexpr int BYTES = 2 * (FIRST + 2 * STATE) + 4 * D * (2 + WARPS + (PLAIN ? 2 : 0));
@@ -45,12 +46,14 @@ extern "C" __device__ int shared_bytes = BYTES;
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 short_backward(const u16* query, const u16* key, const u16* value, const u16* grad, u16* grad_query, u16* grad_key,
                u16* grad_value, const float* peaks, const float* masses, const u16* states, float* torques,
-               const int* theta, const int* places, STRIDES(query), STRIDES(key), STRIDES(value), STRIDES(grad),
-               STRIDES(grad_query), STRIDES(grad_key), STRIDES(grad_value), i64 places_b, i64 heads, i64 all_tokens) {
+               float* sums_of_pieces, const u16* grad_states, const float* pressures, const int* theta, const int* places, STRIDES(query), STRIDES(key), STRIDES(value), STRIDES(grad),
+               STRIDES(grad_query), STRIDES(grad_key), STRIDES(grad_value), i64 places_b, i64 heads, i64 all_tokens,
+               i64 splits, i64 length) {
   SHARED_MEMORY
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int tokens = (int)all_tokens, head = blockIdx.x % (u32)heads;
-  const i64 batch = blockIdx.x / (u32)heads, vector = (i64)blockIdx.x * D;
+  const Piece piece(heads, all_tokens, splits, length);
+  const int tokens = piece.tokens, origin = piece.first;
+  const i64 vector = piece.sequence * D, own_vector = (i64)blockIdx.x * D;
   u16* ring = memory;
   u16* state = memory + FIRST;
   u16* grad_state = state + STATE;
@@ -58,34 +61,31 @@ short_backward(const u16* query, const u16* key, const u16* value, const u16* gr
   float* pressure = unit + D;
   float* parts = pressure + D;
   float2* steps = (float2*)(parts + WARPS * D);
-  query += batch * query_b + head * query_h;
-  key += batch * key_b + head * key_h;
-  value += batch * value_b + head * value_h;
-  grad += batch * grad_b + head * grad_h;
-  grad_query += batch * grad_query_b + head * grad_query_h;
-  grad_key += batch * grad_key_b + head * grad_key_h;
-  grad_value += batch * grad_value_b + head * grad_value_h;
-  if (LRPE) theta += head * D;
-  if (AXES) places += batch * places_b;
+  query += piece.batch * query_b + piece.head * query_h + origin * query_t;
+  key += piece.batch * key_b + piece.head * key_h + origin * key_t;
+  value += piece.batch * value_b + piece.head * value_h + origin * value_t;
+  grad += piece.batch * grad_b + piece.head * grad_h + origin * grad_t;
+  grad_query += piece.batch * grad_query_b + piece.head * grad_query_h + origin * grad_query_t;
+  grad_key += piece.batch * grad_key_b + piece.head * grad_key_h + origin * grad_key_t;
+  grad_value += piece.batch * grad_value_b + piece.head * grad_value_h + origin * grad_value_t;
+  if (LRPE) theta += piece.head * D;
+  if (AXES) places += piece.batch * places_b + origin * AXES;
   fill_steps(steps, theta);
   states += vector * (HALVES * V);
-#pragma unroll
-  for (int i = 0; i < (ROW_TILES * 16 * COLUMN_TILES + THREADS - 1) / THREADS; i++) {
-    const int at = threadIdx.x + i * THREADS, row = at / COLUMN_TILES, col = at % COLUMN_TILES * 8;
-    if (row >= ROW_TILES * 16) continue;
-    const int from = row_in_memory(row);
-    copy16(state + row * RIGHT + col, states + (from < 0 ? 0 : from) * V + col, from >= 0);
-  }
-  commit();
+  if (PART != 2) fetch_state(state, states);
+  else fetch_state(grad_state, grad_states + vector * (HALVES * V));
   for (int feature = threadIdx.x; feature < D; feature += THREADS) {
     const float mass = masses[vector + feature];
     unit[feature] = peaks[vector + feature] * LOG2E + (mass > 0.f ? log2_of(mass) : 0.f);
+    if (PART == 2) pressure[feature] = pressures[vector + feature];
   }
-  {
+  if (PART == 2) arrived<0>();
+  if (PART != 2) {
     float sums[OWN][COLUMN_TILES][4], factor[OWN][GROUPS], none[OWN][GROUPS];
-    collect<false>(sums, none, factor, ring, query, grad, query_t, grad_t, theta, places, tokens, warp, lane);
+    collect<false>(sums, none, factor, ring, query, grad, query_t, grad_t, theta, places, origin, tokens, warp, lane);
+    if (PART == 1) keep_sums(sums_of_pieces + own_vector * (HALVES * V), sums, warp, lane);
 #pragma unroll
-    for (int m = 0; m < OWN; m++) {
+    for (int m = 0; PART == 0 && m < OWN; m++) {
       const int i = warp + WARPS * m;
       factor[m][0] = factor[m][GROUPS - 1] = 1.f;
       if (i >= ROW_TILES) continue;
@@ -106,7 +106,7 @@ short_backward(const u16* query, const u16* key, const u16* value, const u16* gr
         if (t == 0 && feature < D) pressure[feature] = sum[f];
       }
     }
-    place_state(grad_state, sums, factor, warp, lane);
+    if (PART == 0) place_state(grad_state, sums, factor, warp, lane);
   }
   __syncthreads();
 
@@ -127,8 +127,8 @@ short_backward(const u16* query, const u16* key, const u16* value, const u16* gr
   };
 
 #pragma unroll 1
-  for (int start = warp * TOKENS; start < tokens; start += WARPS * TOKENS) {
-    const Places<2 * TILES> at(places, start + g, tokens);
+  for (int start = warp * TOKENS; PART != 2 && start < tokens; start += WARPS * TOKENS) {
+    const Places<2 * TILES> at(places, origin, start + g, tokens);
     u32 left[TILES][PAIRS][4];
     load(left, query, query_t, grad, grad_t, start);
 #pragma unroll
@@ -170,8 +170,8 @@ short_backward(const u16* query, const u16* key, const u16* value, const u16* gr
   }
 
 #pragma unroll 1
-  for (int start = warp * TOKENS; start < tokens; start += WARPS * TOKENS) {
-    const Places<2 * TILES> at(places, start + g, tokens);
+  for (int start = warp * TOKENS; PART != 1 && start < tokens; start += WARPS * TOKENS) {
+    const Places<2 * TILES> at(places, origin, start + g, tokens);
     u32 left[TILES][PAIRS][4];
     load(left, key, key_t, value, value_t, start);
     float sums[TILES][COLUMN_TILES][4];
@@ -239,6 +239,6 @@ short_backward(const u16* query, const u16* key, const u16* value, const u16* gr
   for (int feature = threadIdx.x; feature < D; feature += THREADS) {
     float x = 0.f;
     for (int part = 0; part < WARPS; part++) x += parts[part * D + feature];
-    torques[vector + feature] = x;
+    torques[own_vector + feature] = x;
   }
 }

@@ -1,4 +1,5 @@
-// Forward pass: maximum (as far as units go), mass and G of each sequence, and the outputs.
+// Forward pass: maximum (as far as units go), mass and G of each sequence, and the outputs. With PART 1 `sums` are a piece's, in
+// its own units.
 
 constexpr int FIRST = larger(RING, STATE);
 constexpr int BYTES = 2 * (FIRST + WARPS * 2 * TOKENS * WIDE) + (PLAIN ? 8 * D : 0);
@@ -7,29 +8,31 @@ extern "C" __device__ int shared_bytes = BYTES;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 short_forward(const u16* query, const u16* key, const u16* value, u16* output, float* peaks, float* masses, u16* states,
-              const int* theta, const int* places, STRIDES(query), STRIDES(key), STRIDES(value), STRIDES(output),
-              i64 places_b, i64 heads, i64 all_tokens) {
+              float* sums_of_pieces, const int* theta, const int* places, STRIDES(query), STRIDES(key), STRIDES(value), STRIDES(output),
+              i64 places_b, i64 heads, i64 all_tokens, i64 splits, i64 length) {
   SHARED_MEMORY
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
-  const int tokens = (int)all_tokens, head = blockIdx.x % (u32)heads;
-  const i64 batch = blockIdx.x / (u32)heads, vector = (i64)blockIdx.x * D;
+  const Piece piece(heads, all_tokens, splits, length);
+  const int tokens = piece.tokens, origin = piece.first;
+  const i64 vector = (i64)blockIdx.x * D;
   u16* ring = memory;
   u16* state = memory;  // takes the ring's place
   u16* slots = memory + FIRST + warp * 2 * TOKENS * WIDE;
   float2* steps = (float2*)(memory + FIRST + WARPS * 2 * TOKENS * WIDE);
-  query += batch * query_b + head * query_h;
-  key += batch * key_b + head * key_h;
-  value += batch * value_b + head * value_h;
-  output += batch * output_b + head * output_h;
-  if (LRPE) theta += head * D;
-  if (AXES) places += batch * places_b;
+  query += piece.batch * query_b + piece.head * query_h + origin * query_t;
+  key += piece.batch * key_b + piece.head * key_h + origin * key_t;
+  value += piece.batch * value_b + piece.head * value_h + origin * value_t;
+  output += piece.batch * output_b + piece.head * output_h + origin * output_t;
+  if (LRPE) theta += piece.head * D;
+  if (AXES) places += piece.batch * places_b + origin * AXES;
+  states += piece.sequence * D * (HALVES * V);
   fill_steps(steps, theta);
-  if (warp * TOKENS < tokens)
+  if (PART != 1 && warp * TOKENS < tokens)
     fetch<TOKENS, D, WIDE, 32>(slots, query + warp * TOKENS * query_t, query_t, tokens - warp * TOKENS, lane);
   commit();
-  {
+  if (PART != 2) {
     float sums[OWN][COLUMN_TILES][4], unit[OWN][GROUPS], mass[OWN][GROUPS];
-    collect<true>(sums, unit, mass, ring, key, value, key_t, value_t, theta, places, tokens, warp, lane);
+    collect<true>(sums, unit, mass, ring, key, value, key_t, value_t, theta, places, origin, tokens, warp, lane);
     __syncthreads();
 #pragma unroll
     for (int m = 0; m < OWN; m++)
@@ -42,12 +45,16 @@ short_forward(const u16* query, const u16* key, const u16* value, u16* output, f
         }
         mass[m][f] = mass[m][f] > 0.f ? 1.f / mass[m][f] : 0.f;
       }
-    place_state(state, sums, mass, warp, lane);
+    if (PART == 1) keep_sums(sums_of_pieces + vector * (HALVES * V), sums, warp, lane);
+    else place_state(state, sums, mass, warp, lane);
+  } else {
+    fetch_state(state, states);
+    arrived<0>();
   }
+  if (PART == 1) return;
   __syncthreads();
-  states += vector * (HALVES * V);
 #pragma unroll
-  for (int i = 0; i < (ROW_TILES * 16 * COLUMN_TILES + THREADS - 1) / THREADS; i++) {
+  for (int i = 0; PART == 0 && i < (ROW_TILES * 16 * COLUMN_TILES + THREADS - 1) / THREADS; i++) {
     const int at = threadIdx.x + i * THREADS, row = at / COLUMN_TILES, col = at % COLUMN_TILES * 8;
     const int to = row < ROW_TILES * 16 ? row_in_memory(row) : -1;
     if (to >= 0) *(uint4*)(states + to * V + col) = *(const uint4*)(state + row * RIGHT + col);
@@ -63,7 +70,7 @@ short_forward(const u16* query, const u16* key, const u16* value, u16* output, f
     commit();
     arrived<1>();
     __syncwarp();
-    const Places<2 * TILES> at(places, start + g, tokens);
+    const Places<2 * TILES> at(places, origin, start + g, tokens);
     float sums[TILES][COLUMN_TILES][4];
     clear<TILES>(sums);
 #pragma unroll

@@ -10,7 +10,11 @@
 // With LRPE the tile of 16 doubled features has the cosines of 8 features in its upper half, their sines in the lower: both
 // belong to one lane. In memory a state is [cosines of all features; sines].
 //
-// Given by the compiler: D and V, widths; LRPE, SILU; AXES of the coordinates (0: a token's place in its sequence);
+// Few long sequences are cut into pieces, a block each: `splits` of `length` tokens a sequence. Then a pass is two kernels, by PART:
+// 1 sums up (and, of the backward pass, does the queries), 2 goes on from the sums of all pieces, which Triton's kernels merge;
+// 0: both, of a whole sequence.
+//
+// Given by the compiler: PART; D and V, widths; LRPE, SILU; AXES of the coordinates (0: a token's place in its sequence);
 // WARPS of a block, BLOCKS on a multiprocessor; BK tokens and STAGES of the pipeline; TILES of 16 tokens that a warp does at
 // a time where it goes by tokens.
 
@@ -37,6 +41,21 @@ DEVICE constexpr int larger(int x, int y) { return x > y ? x : y; }
 
 #define STRIDES(x) i64 x##_b, i64 x##_t, i64 x##_h
 
+// What of its tensors a block works on.
+struct Piece {
+  int head, first, tokens;
+  i64 batch, sequence;  // sequence: of all sequences and heads
+
+  DEVICE Piece(i64 heads, i64 all, i64 splits, i64 length) {
+    const u32 piece = blockIdx.x / (u32)heads;
+    head = blockIdx.x % (u32)heads;
+    batch = piece / (u32)splits;
+    first = (int)(piece % (u32)splits * length);
+    tokens = (int)(all - first < length ? all - first : length);
+    sequence = batch * heads + head;
+  }
+};
+
 // Row of the state in memory, -1: padding.
 DEVICE int row_in_memory(int row) {
   if (LRPE) return row / 16 * 8 + row % 8 + (row % 16 < 8 ? 0 : D);
@@ -55,11 +74,11 @@ DEVICE void turn(u32 angle, float& cos, float& sin) {
 template <int COUNT> struct Places {
   int at[AXES ? AXES : 1][COUNT];
 
-  DEVICE Places(const int* table, int first, int tokens) {
+  DEVICE Places(const int* table, int origin, int first, int tokens) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
       const int token = first + 8 * i;
-      at[0][i] = token;
+      at[0][i] = origin + token;
 #pragma unroll
       for (int axis = 0; axis < AXES; axis++) at[axis][i] = table[(token < tokens ? token : tokens - 1) * AXES + axis];
     }
@@ -154,7 +173,7 @@ DEVICE void add_products(float (*sums)[COLUMN_TILES][4], u32 (*left)[4], const u
 template <bool WEIGHTS>
 DEVICE void collect(float (*sums)[COLUMN_TILES][4], float (*unit)[GROUPS], float (*mass)[GROUPS], u16* ring,
                     const u16* left, const u16* right, i64 left_t, i64 right_t, const int* theta, const int* places,
-                    int tokens, int warp, int lane) {
+                    int origin, int tokens, int warp, int lane) {
   const int g = lane >> 2, t = lane & 3;
   const int count = (ROW_TILES - warp + WARPS - 1) / WARPS;  // of the warp's tiles that exist
   float cos[OWN][2], sin[OWN][2], step_cos[OWN], step_sin[OWN];  // of tokens 2 t, 2 t + 1, then 8 further on, ..
@@ -171,7 +190,7 @@ DEVICE void collect(float (*sums)[COLUMN_TILES][4], float (*unit)[GROUPS], float
     axis[m] = AXES && m < count ? feature / (D / (AXES ? AXES : 1)) : 0;
     if (!PLAIN) continue;
 #pragma unroll
-    for (int e = 0; e < 2; e++) turn(angle[m] * (u32)(2 * t + e), cos[m][e], sin[m][e]);
+    for (int e = 0; e < 2; e++) turn(angle[m] * (u32)(origin + 2 * t + e), cos[m][e], sin[m][e]);
     turn(angle[m] * 8u, step_cos[m], step_sin[m]);
   }
 
@@ -293,6 +312,35 @@ DEVICE void collect(float (*sums)[COLUMN_TILES][4], float (*unit)[GROUPS], float
       mass[m][f] += exchanged(mass[m][f], 1);
       mass[m][f] += exchanged(mass[m][f], 2);
     }
+}
+
+// The sums of a piece to memory, float32.
+DEVICE void keep_sums(float* to, float (*sums)[COLUMN_TILES][4], int warp, int lane) {
+#pragma unroll
+  for (int m = 0; m < OWN; m++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int row = (warp + WARPS * m) * 16 + h * 8 + (lane >> 2), there = row < ROW_TILES * 16 ? row_in_memory(row) : -1;
+      if (there < 0) continue;
+#pragma unroll
+      for (int j = 0; j < COLUMN_TILES; j++) {
+        float2 two;
+        two.x = sums[m][j][h * 2], two.y = sums[m][j][h * 2 + 1];
+        *(float2*)(to + there * V + j * 8 + 2 * (lane & 3)) = two;
+      }
+    }
+}
+
+// A state of bfloat16 from memory to the chip, behind the threads' backs.
+DEVICE void fetch_state(u16* to, const u16* from) {
+#pragma unroll
+  for (int i = 0; i < (ROW_TILES * 16 * COLUMN_TILES + THREADS - 1) / THREADS; i++) {
+    const int at = threadIdx.x + i * THREADS, row = at / COLUMN_TILES, col = at % COLUMN_TILES * 8;
+    if (row >= ROW_TILES * 16) continue;
+    const int there = row_in_memory(row);
+    copy16(to + row * RIGHT + col, from + (there < 0 ? 0 : there) * V + col, there >= 0);
+  }
+  commit();
 }
 
 // The sums times a factor a feature as the state on chip, bfloat16.
