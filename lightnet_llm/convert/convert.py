@@ -107,7 +107,7 @@ def convert(
     wanted = None if dtype is None else ALIASES.get(dtype, dtype)
     if wanted is not None and wanted not in DTYPES:
         raise UserError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}{nearest(dtype or '', list(DTYPES))}")
-    if final.exists():
+    if final.exists() or final.is_symlink():
         raise UserError(f"{final}: exists and is never overwritten; name a new folder, or remove it")
     if not final.absolute().parent.is_dir():
         raise UserError(f"{final}: its folder {final.absolute().parent} does not exist; make it first")
@@ -218,7 +218,7 @@ class _Conversion:
             len(self.specs),
             len(shards),
             size,
-            str(self.dtype).removeprefix("torch."),
+            _name(self.dtype),
             self.from_masters,
             None if vocabulary is None else str(vocabulary.path),
             self.warnings,
@@ -254,24 +254,24 @@ class _Conversion:
         source, model = self.source, self.source.model
         ids = parity.real_inputs(model, source.vocabulary, None if self.mask is None else self.mask[1])
         result, loaded_with = self._result(ids)
-        wanted = parity.logits(model, self._read, ids)
-        if self.dtype == self.trained and not wanted.isfinite().all():
+        wanted = trained = parity.logits(model, self._read, ids)
+        if self.dtype != self.trained or self.from_masters:
+            trained = parity.logits(model, source.weights.read, ids)
+        if not trained.isfinite().all():
             raise UserError(
                 f"{source.path}: its logits are not finite, the run diverged; convert an earlier checkpoint"
             )
+        if not wanted.isfinite().all():
+            raise UserError(
+                f"{self.final}: not written, its logits are not finite in {_name(self.dtype)}; use bfloat16 or float32"
+            )
         difference = parity.difference(wanted, result)
-        rounding = 0.0
-        if self.dtype != self.trained or self.from_masters:
-            rounding = parity.difference(parity.logits(model, source.weights.read, ids), result)
         if not difference <= parity.TOLERANCE:
             raise UserError(
                 f"{self.final}: not written, its logits differ from those of {source.path} by {difference:.2e} of the "
                 f"largest ({parity.TOLERANCE:g} is allowed); please report it"
             )
-        if rounding == float("inf"):
-            raise UserError(
-                f"{self.final}: not written, its logits are not finite in {self.dtype}; use bfloat16 or float32"
-            )
+        rounding = 0.0 if trained is wanted else parity.difference(trained, result)
         return ids, difference, rounding, loaded_with
 
     def _result(self, ids: Tensor) -> tuple[Tensor, str]:
@@ -319,7 +319,7 @@ class _Conversion:
             },
             **self._heads_fields(),
             **ids,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": _name(self.dtype),
             "tie_word_embeddings": source.model.tie_embeddings,
             "transformers_version": metadata.version("transformers"),
         }
@@ -367,6 +367,10 @@ class _Conversion:
         (self.folder / "config.yaml").write_text(dump_config(self.source.config), encoding="utf-8")
         if self.source.vocabulary is not None:
             tokenizer.keep(self.source.vocabulary, self.folder)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _hf_name(name: str) -> str:

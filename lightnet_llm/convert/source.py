@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..checkpoint import store
 from ..checkpoint.weights import AVERAGE, FOLDER, Part, describe_part, folder_of, read_tensor, weights_files
-from ..config.load import validate, validate_as
+from ..config.load import Schema, validate, validate_as
 from ..config.model import ModelConfig
 from ..config.run import RunConfig
 from ..errors import UserError, nearest
-from ..inference.load import find_tokenizer, read_config
+from ..inference.load import find_tokenizer, read_config, tokenizer_file
 from ..models import build_model
 from ..models.layers import PlainLayers
 from ..models.parameters import ParameterSpec, spec_of, unshard
@@ -245,8 +245,8 @@ def _open_training(path: Path, trust_pickle: bool, which: str) -> Source:
         masters = Masters(folder, manifest, trust_pickle, weights)
     if config.train.precision == "fp32":
         masters = None  # the weights are the masters
-    tokenizer = find_tokenizer(folder, config)
-    vocabulary = None if tokenizer is None else Vocabulary(tokenizer, folder)
+    tokenizer, file = find_tokenizer(folder, config), tokenizer_file(folder, config)
+    vocabulary = None if tokenizer is None or file is None else Vocabulary(tokenizer, file)
     state = manifest.get("state", {})
     facts = {**manifest.get("facts", {}), **{name: state[name] for name in ("step", "tokens") if name in state}}
     if which == AVERAGE:
@@ -258,13 +258,14 @@ def _open_training(path: Path, trust_pickle: bool, which: str) -> Source:
 def _open_hugging_face(path: Path, trust_pickle: bool) -> Source:
     tree = _json(path / "config.json")
     if tree.get("model_type") != "lightnet":
-        found = tree.get("model_type") or ", ".join(tree.get("architectures") or ["no model type"])
+        found = tree.get("model_type") or tree.get("architectures") or "no model type"
+        found = ", ".join(map(str, found)) if isinstance(found, list) else found
         raise UserError(f"{path / 'config.json'}: names another architecture ({found}); only lightnet is converted")
     kept = {name: value for name, value in tree.items() if name in ModelConfig.model_fields}
     labels = tree.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # Transformers leaves its default out
     if not isinstance(labels, dict) or sorted(labels) != sorted(map(str, range(len(labels)))):
         raise UserError(
-            f"{path / 'config.json'}: 'id2label' does not name classes 0 to {len(labels) - 1}; copy the folder again"
+            f"{path / 'config.json'}: 'id2label' does not name its classes from 0 on; copy the folder again"
         )
     if kept.get("head") == "sequence_classifier":
         kept["classes"] = len(labels)
@@ -272,7 +273,7 @@ def _open_hugging_face(path: Path, trust_pickle: bool) -> Source:
         fields = {"size": "image_size", "patch": "patch_size", "channels": "num_channels"}
         kept["image"] = {name: tree.get(other) for name, other in fields.items()} | {"classes": len(labels)}
     names = [str(labels[str(number)]) for number in range(len(labels))]
-    model = validate_as(ModelConfig, kept, str(path / "config.json"))
+    model = _fitting(ModelConfig, kept, path / "config.json")
     weights = _hugging_face_weights(path, trust_pickle)
     written, facts = path / TRAINING / "config.yaml", {}
     if written.is_file():
@@ -283,12 +284,20 @@ def _open_hugging_face(path: Path, trust_pickle: bool) -> Source:
         if not isinstance(run, dict):
             raise UserError(f"{written}: holds no configuration; copy the folder again")
         facts = _json(path / TRAINING / "facts.json") if (path / TRAINING / "facts.json").is_file() else {}
-        config = validate({**run, "model": kept}, str(written))
+        config = _fitting(RunConfig, {**run, "model": kept}, written)
     else:
         precision = "bf16" if "16" in str(tree.get("dtype") or tree.get("torch_dtype")) else "fp32"
         config = validate({"model": kept, "train": {"steps": 1, "precision": precision}}, str(path / "config.json"))
     found = beside(path, path / TRAINING) if model.image is None else None
     return Source(path, "hf", model, config, weights, found, facts, classes=_named_classes(names))
+
+
+def _fitting(schema: type[Schema], tree: dict[str, Any], path: Path) -> Schema:
+    """What a file of the folder holds, checked."""
+    try:
+        return validate_as(schema, tree, str(path))
+    except UserError as error:
+        raise UserError(f"{error}; copy the folder again") from None
 
 
 def _named_classes(names: list[str]) -> list[str]:
@@ -305,6 +314,8 @@ def _hugging_face_weights(path: Path, trust_pickle: bool) -> Reader:
     if any(path.glob("model-*.safetensors")):
         raise UserError(f"{path}: {INDEX} is missing, so this is half a checkpoint; copy the folder again as a whole")
     pickled = path / "pytorch_model.bin"
+    if not pickled.is_file() and any(path.glob("pytorch_model-*.bin")):
+        raise UserError(f"{path}: holds pickled shards, which are not read; ask for safetensors")
     if not pickled.is_file():
         raise UserError(f"{path}: holds no model.safetensors; copy the folder again as a whole")
     if not trust_pickle:

@@ -54,7 +54,7 @@ def beside(*folders: Path) -> Vocabulary | None:
                 try:
                     return Vocabulary(Tokenizer.load(folder / name, _end(folder)), folder / name)
                 except DataError as error:
-                    raise UserError(str(error)) from None
+                    raise UserError(f"{error}; copy the folder again") from None
     return None
 
 

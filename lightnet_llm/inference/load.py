@@ -206,21 +206,25 @@ def find_tokenizer(folder: Path, config: RunConfig) -> Tokenizer | None:
     """The tokenizer of a checkpoint: kept in its run folder, else beside the data that the run read.
 
     Raises:
-        UserError: it has more ids than the model, so it belongs to another one.
+        UserError: it is damaged, or has more ids than the model, so it belongs to another one.
     """
-    data = Path(config.data.path) if config.data.path else None
-    for place in (folder, run_folder_of(folder), data):
-        path = next((place / name for name in FILE_NAMES.values() if (place / name).is_file()), None) if place else None
-        if path is None:
-            continue
-        tokenizer = _read_tokenizer(path, data)
-        if tokenizer.vocab_size > config.model.vocab_size:
-            raise UserError(
-                f"{path}: has {tokenizer.vocab_size} ids, the model of {folder} only {config.model.vocab_size}; "
-                "put the tokenizer of its training data into the run folder"
-            )
-        return tokenizer
-    return None
+    path = tokenizer_file(folder, config)
+    if path is None:
+        return None
+    tokenizer = _read_tokenizer(path, Path(config.data.path) if config.data.path else None)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"{path}: has {tokenizer.vocab_size} ids, the model of {folder} only {config.model.vocab_size}; "
+            "put the tokenizer of its training data into the run folder"
+        )
+    return tokenizer
+
+
+def tokenizer_file(folder: Path, config: RunConfig) -> Path | None:
+    """Where ``find_tokenizer`` finds it."""
+    places = [folder, run_folder_of(folder), *([Path(config.data.path)] if config.data.path else [])]
+    files = (place / name for place in places for name in FILE_NAMES.values())
+    return next((file for file in files if file.is_file()), None)
 
 
 def _read_tokenizer(path: Path, data: Path | None) -> Tokenizer:
@@ -233,7 +237,10 @@ def _read_tokenizer(path: Path, data: Path | None) -> Tokenizer:
                 return read
         except (DataError, KeyError, TypeError, ValueError, OSError):
             pass  # moved or rewritten since: the file alone decides
-    return Tokenizer.load(path)
+    try:
+        return Tokenizer.load(path)
+    except DataError as error:
+        raise UserError(f"{error}; put the tokenizer of its training data there") from None
 
 
 def require_tokenizer(loaded: Loaded) -> Tokenizer:

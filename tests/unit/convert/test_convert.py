@@ -243,9 +243,22 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "double": (_edit("model.safetensors", lambda t: t.update({WEIGHT: t[WEIGHT].double()})), "holds F64 numbers"),
     "architecture": (_edit("config.json", lambda t: t.update(model_type="llama")), "another architecture"),
-    "labels": (_edit("config.json", lambda t: t.update(id2label=["a", "b"])), "does not name classes 0 to 1"),
-    "gap": (_edit("config.json", lambda t: t.update(id2label={"0": "a", "2": "b"})), "does not name classes 0 to 1"),
-    "config": (_edit("config.json", lambda t: t.update(heads=5)), "must divide"),
+    "labels": (_edit("config.json", lambda t: t.update(id2label=["a", "b"])), "does not name its classes"),
+    "gap": (_edit("config.json", lambda t: t.update(id2label={"0": "a", "2": "b"})), "does not name its classes"),
+    "label_number": (_edit("config.json", lambda t: t.update(id2label=3)), "does not name its classes"),
+    "no_type": (
+        _edit("config.json", lambda t: t.update(model_type=None, architectures=[3, "X"])),
+        r"another architecture \(3, X\)",
+    ),
+    "config": (_edit("config.json", lambda t: t.update(heads=5)), "must divide.*; copy the folder again"),
+    "pickled_shards": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model-00001-of-00002.bin"),
+        "pickled shards, which are not read; ask for safetensors",
+    ),
+    "tokenizer_damaged": (
+        lambda f: (f / "training" / "tokenizer.model").write_bytes(b"x"),
+        "nor a Hugging Face.*; copy the folder again",
+    ),
     "cut": (_cut, "copy it again"),
     "no_weights": (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),
     "no_json": (_broken, "not readable"),
@@ -317,9 +330,11 @@ def test_bad_checkpoints_and_arguments(tmp_path: Path) -> None:
     (folder / "engine").mkdir()
     with pytest.raises(UserError, match="--trust-pickle"):
         convert(run, tmp_path / "out", "hf", dtype="float32")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for arguments, words in (
         ((run, tmp_path / "out", "onnx"), "must be one of hf"),
         ((run, run, "hf"), "never overwritten"),
+        ((run, tmp_path / "link", "hf"), "link: exists and is never overwritten"),
         ((run, tmp_path / "a" / "b", "hf"), "does not exist"),
         ((run, Path("/proc/out"), "hf"), "/proc/out: cannot be written"),
         ((tmp_path / "none", tmp_path / "out", "hf"), "does not exist"),
@@ -333,7 +348,7 @@ def test_bad_checkpoints_and_arguments(tmp_path: Path) -> None:
     next((folder / "weights").glob("*tensor001*")).unlink()
     with pytest.raises(UserError, match="damaged checkpoint"):
         convert(folder, tmp_path / "out", "hf")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "run"]
 
 
 def test_the_gate_sees_a_wrong_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,6 +366,18 @@ def test_the_gate_sees_a_wrong_tensor(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
+@pytest.mark.parametrize(
+    ("factor", "words"), [(1e6, "not finite in float16; use bfloat16"), (float("nan"), "diverged")]
+)
+def test_logits_that_are_not_finite(factor: float, words: str, tmp_path: Path) -> None:
+    """By a dtype that cannot hold the weights, or in the weights as trained."""
+    folder = exported(tmp_path / "hf")
+    _edit("model.safetensors", lambda tensors: tensors[WEIGHT].mul_(factor))(folder)
+    with pytest.raises(UserError, match=words):
+        convert(folder, tmp_path / "out", "hf", dtype="float16")
+    assert not [path.name for path in tmp_path.iterdir() if "out" in path.name]
+
+
 def test_command_line(tmp_path: Path) -> None:
     run = tmp_path / "run"
     checkpoint(run, config_of())
@@ -359,6 +386,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
     assert facts["difference"] == 0 and facts["to"] == "hf" and facts["tokens"] == 256
+    assert facts["tokenizer"] == str(run / "tokenizer.model")
     with pytest.raises(
         UserError, match=r"hf: is no checkpoint.*lightnet convert .*hf NEW --to training"
     ):  # as init_from

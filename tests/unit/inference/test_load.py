@@ -174,3 +174,10 @@ def test_tokenizer_of_another_model(mine: Path) -> None:
     larger = Tokenizer.train(words, 340)
     larger.save(mine)
     assert "has 340 ids, the model of" in error_of(mine)
+
+
+def test_a_damaged_tokenizer_is_said_with_a_way_out(mine: Path) -> None:
+    (mine / "tokenizer.model").write_bytes(b"x")
+    assert "tokenizer.model: neither" in error_of(
+        mine
+    ) and "; put the tokenizer of its training data there" in error_of(mine)
