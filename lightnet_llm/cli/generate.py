@@ -55,6 +55,8 @@ def _prompts(file: str) -> list[str]:
             text = value.get("prompt") if isinstance(value, dict) else value
             if not isinstance(text, str):
                 raise UserError(f"{file}, line {number}: has no string 'prompt'; give an object with one")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise UserError(f"{file}, line {number}: its 'prompt' holds half a character; give whole ones")
             found.append(text)
     if not found:
         raise UserError(f"{file}: holds no prompt; give one a line")
@@ -131,9 +133,10 @@ def generate(
         ("--save-state", save_state, single),
         ("--stop", stop, prompts is not None),
         ("--output", output, prompts is not None),
+        ("--echo", echo, single),
     ):
         if value and not fits:
-            goes = "--prompt or --prompt-file" if name.endswith("state") else "--prompts"
+            goes = "--prompts" if name in ("--stop", "--output") else "--prompt or --prompt-file"
             raise UserError(f"{name} goes with {goes}")
     writable("--save-state", save_state)
     target = writable("--output", output)

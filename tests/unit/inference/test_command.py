@@ -92,6 +92,8 @@ def test_typed_prompts_go_on_the_text(run: Path, loaded: Loaded) -> None:
         (["--prompts", "EMPTY"], "holds no prompt"),
         (["--prompts", "BAD.jsonl"], "line 1: has no string 'prompt'"),
         (["--prompts", "WORSE.jsonl"], "line 1: not JSON"),
+        (["--prompts", "HALF.jsonl"], "line 1: its 'prompt' holds half a character"),
+        (["--prompts", "p", "--echo"], "--echo goes with --prompt or --prompt-file"),
         (["--prompts", "p", "--prompt", "x"], "give either --prompt"),
         (["--prompt", "x", "--stop", "y"], "--stop goes with --prompts"),
         (["--prompt", "x", "--output", "y"], "--output goes with --prompts"),
@@ -105,6 +107,7 @@ def test_errors_are_one_line(run: Path, tmp_path: Path, arguments: list[str], me
     (tmp_path / "EMPTY").write_text("")
     (tmp_path / "BAD.jsonl").write_text("[1]\n")
     (tmp_path / "WORSE.jsonl").write_text("{\n")
+    (tmp_path / "HALF.jsonl").write_text('{"prompt": "a\\ud800"}\n')
     given = [str(tmp_path / name) if name.isupper() or name.endswith(".jsonl") else name for name in arguments]
     code, _, err = command(str(run), *given)
     assert code == 1 and err.startswith("error: ") and message in err and err.count("\n") == 1, err
