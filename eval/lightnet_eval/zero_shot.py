@@ -8,7 +8,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -102,15 +103,56 @@ def answer(
                 tasks.update(_load(manager, names, offline))
 
         ranks.share(prepare)
-        found = lm_eval.simple_evaluate(
-            model,
-            tasks=[tasks[name] for name in names] if offline is not None else names,
-            limit=limit,
-            task_manager=manager,
-            log_samples=log_samples,
-            bootstrap_iters=1000,
-        )
+        try:
+            with _wrong_labels_counted(model._warn):
+                found = lm_eval.simple_evaluate(
+                    model,
+                    tasks=[tasks[name] for name in names] if offline is not None else names,
+                    num_fewshot=0,  # some tasks have others
+                    limit=limit,
+                    task_manager=manager,
+                    log_samples=log_samples,
+                    bootstrap_iters=1000,
+                )
+        except Exception as error:
+            if isinstance(error, UserError) or _in_model(error):
+                raise
+            where = "" if offline is None else f"--offline {offline}: "
+            raise UserError(
+                f"{where}{', '.join(names)}: a row does not fit its task ({_line(error)}); see docs/eval.md"
+            ) from error
     return None if found is None else _plain(found)
+
+
+def _in_model(error: Exception) -> bool:
+    """Whether it came up while requests were answered, and not in lm-eval's tasks."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(Path(frame.filename).name == "language_model.py" for frame in frames)
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def _wrong_labels_counted(warn: Callable[[str], Any]) -> Iterator[None]:
+    """lm-eval's warning for each row whose label is none of its choices, as it is in splits without labels, in one line."""
+    log, rows = logging.getLogger("lm_eval.api.task"), []
+
+    def counted(record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith("Label index"):
+            rows.append(1)
+        return record.levelno >= logging.ERROR
+
+    log.addFilter(counted)
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.removeFilter(counted)
+        log.setLevel(logging.NOTSET)
+    if rows:
+        warn(f"{len(rows)} questions have a label that is none of their choices, and count as answered wrong")
 
 
 @contextmanager
@@ -193,7 +235,7 @@ def _load(manager: Any, names: list[str], offline: str | None) -> dict[str, Any]
         raise
     except Exception as error:  # of datasets, of the hub, of a task's own code: anything
         told = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
-        line = str(told).strip().splitlines()[0] if str(told).strip() else type(told).__name__
+        line = _line(told)
         if offline is not None:
             raise UserError(
                 f"--offline {offline}: {', '.join(names)}: cannot be read ({line}); see docs/eval.md"

@@ -152,6 +152,37 @@ def test_a_row_that_is_no_json_is_one_line(loaded: Loaded, tmp_path: Path, monke
     assert "\n" not in str(caught.value)
 
 
+def test_a_row_that_does_not_fit_is_one_line(loaded: Loaded, tmp_path: Path) -> None:
+    broken = rows.write(tmp_path / "data")
+    lines = (broken / "piqa.validation.jsonl").read_text().splitlines()
+    (broken / "piqa.validation.jsonl").write_text("\n".join([*lines, '{"goal": "x"}', ""]))
+    with pytest.raises(UserError, match="piqa: a row does not fit its task") as caught:
+        evaluate(loaded, ["piqa"], offline=str(broken))
+    assert "\n" not in str(caught.value)
+
+
+def test_faults_of_the_model_are_not_taken_for_the_tasks(loaded: Loaded, folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(LightNetLM, "_request", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        evaluate(loaded, ["piqa"], offline=str(folder))
+
+
+def test_labels_that_are_no_choice_are_counted(loaded: Loaded, tmp_path: Path) -> None:
+    """A split without labels would score 0 without a word."""
+    given, said = rows.write(tmp_path / "data"), []
+    made = [{**row, "label": label} for row, label in zip(rows.ROWS["piqa.validation"], ("", "0", ""), strict=True)]
+    (given / "piqa.validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    evaluate(loaded, ["piqa"], offline=str(given), warn=said.append)
+    assert said == ["3 questions have a label that is none of their choices, and count as answered wrong"]
+
+
+def test_tasks_that_come_with_examples_are_asked_without(loaded: Loaded, tmp_path: Path) -> None:
+    (tmp_path / "gsm8k.test.jsonl").write_text('{"question": "How many is 1 and 1?", "answer": "#### 2"}\n')
+    result = evaluate(loaded, ["gsm8k"], offline=str(tmp_path), log_samples=True)
+    assert result["n-shot"]["gsm8k"] == 0
+    assert result["samples"]["gsm8k"][0]["arguments"][0][0] == "Question: How many is 1 and 1?\nAnswer:"
+
+
 def test_names() -> None:
     assert task_names("paper, boolq,piqa") == [*EIGHT[:6], "boolq"]
 
