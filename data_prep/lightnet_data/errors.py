@@ -9,6 +9,8 @@ class DataError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
+        if message.startswith("Caught "):  # in a DataLoader's worker: torch makes it anew of its traceback
+            message = message.strip().split("\n")[-1].partition("Error: ")[2] or message
         super().__init__(" ".join(message.split("\n")))
 
 

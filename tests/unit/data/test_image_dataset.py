@@ -144,8 +144,12 @@ def test_a_changed_shard_is_named(folder: Path, tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[offset + 40 : offset + size] = bytes(size - 40)
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"train-000000.tar: sample 3 cannot be decoded"):
+    with pytest.raises(DataError, match=r"train-000000.tar: sample 3 cannot be decoded") as alone:
         data[3]
+    loader = DataLoader(data, sampler=[3], num_workers=1)
+    with pytest.raises(DataError) as worker:
+        next(iter(loader))
+    assert str(worker.value) == str(alone.value), "not within a traceback"
     path.write_bytes(content[:offset])
     with pytest.raises(DataError, match=r"train-000000.tar: cut since it was opened"):
         data[3]
