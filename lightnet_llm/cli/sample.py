@@ -72,6 +72,9 @@ def sample(
 
     place = _Place()
     picture, arrays, table = writable("--output", output), writable("--npz", npz), writable("--figures", figures)
+    files = [path.resolve() for path in (picture, arrays, table) if path is not None]
+    if len(set(files)) < len(files):
+        raise UserError("--output, --npz and --figures name one file twice; give each its own")
     if not math.isfinite(guidance):
         raise UserError(f"--guidance {guidance}: must be a number, 1 for none")
     if (reference is None) != (features is None) or (figures is not None and reference is None):
@@ -97,6 +100,7 @@ def sample(
     against = None
     if reference is not None and features is not None and not place.rank:  # before the work: it may not be there
         against = _Against(reference, features, device or place.device)
+        against.check(len(numbers) * per_class)
     wanted = [(label, number) for label in numbers for number in range(per_class)]
     mine = wanted[place.rank :: place.size]
     with tqdm(
@@ -152,7 +156,19 @@ class _Against:
         from lightnet_eval.features import Reference, open_net
 
         self.reference, self.net = reference, open_net(features, device)
-        Reference(reference, (1, 1), 1.0)  # is there
+        self.count = Reference(reference, (1, 1), 1.0).count  # is there
+
+    def check(self, drawn: int) -> None:
+        """Refuse so few images, drawn or real, that none has the neighbour that recall asks for."""
+        from lightnet_eval.distances import NEIGHBOUR
+
+        least = NEIGHBOUR + 1
+        if drawn < least:
+            raise UserError(
+                f"--reference: {drawn} drawn images are too few to compare; draw {least} or more (--per-class)"
+            )
+        if self.count < least:
+            raise UserError(f"--reference {self.reference}: {self.count} images are too few; give {least} or more")
 
     def figures(self, pixels: Any, center_share: float | None) -> dict[str, Any]:
         """Of uint8 [N, H, W, 3]."""
@@ -173,7 +189,7 @@ def size_of(given: str | None, patch: int) -> tuple[int, int] | None:
     if given is None:
         return None
     high, _, wide = given.partition("x")
-    if not (high.isdigit() and wide.isdigit()) or int(high) < 1 or int(wide) < 1:
+    if not (high.isdecimal() and wide.isdecimal()) or int(high) < 1 or int(wide) < 1:
         raise UserError(f"--size {given}: must be HEIGHTxWIDTH, such as 32x48")
     if int(high) % patch or int(wide) % patch:
         raise UserError(f"--size {given}: not made of whole patches of {patch}; use multiples of it")

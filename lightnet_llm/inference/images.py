@@ -84,7 +84,7 @@ def class_numbers(wanted: Sequence[str], loaded: LoadedDenoiser) -> list[int]:
             found.append(count)
         elif item in loaded.classes:
             found.append(loaded.classes.index(item))
-        elif item.isdigit() and int(item) < count:
+        elif item.isdecimal() and int(item) < count:
             found.append(int(item))
         else:
             raise UserError(f"class '{item}' is none of 0 to {count - 1}{nearest(item, loaded.classes)}, or none")

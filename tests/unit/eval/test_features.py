@@ -133,7 +133,7 @@ def test_references(runs: tuple[Path, Path, str], tmp_path: Path) -> None:
             Reference(str(tmp_path / name), (9, 9))
 
 
-def test_the_command(runs: tuple[Path, Path, str], tmp_path: Path) -> None:
+def test_the_command(runs: tuple[Path, Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     classifier, denoiser, data = runs
     command = ["sample", str(denoiser), "--sampler", "ddim", "--steps", "2", "--per-class", "9", "--device", "cpu"]
     command += ["--output", str(tmp_path / "x.png"), "--reference", data, "--features", str(classifier)]
@@ -149,12 +149,16 @@ def test_the_command(runs: tuple[Path, Path, str], tmp_path: Path) -> None:
     from PIL import Image
 
     assert Image.open(tmp_path / "x.png").size == (8 * 14 - 2, 3 * 18 - 2)
+    np.savez(tmp_path / "three.npz", images=drawn[:3])
+    monkeypatch.setattr("lightnet_llm.inference.images.draw", None)  # all of this is said before
     for more, words in (
         (["--features", str(tmp_path / "none")], "no such file or folder"),
         (["--features", str(tmp_path / "x.json")], "neither TorchScript nor tensors"),
         (["--features", str(denoiser)], "holds a denoiser"),
         (["--reference", str(tmp_path)], "name a folder of lightnet data images"),
-        (["--per-class", "1", "--reference", data], "too few to compare"),
+        (["--per-class", "1", "--reference", data], "3 drawn images are too few to compare; draw 4 or more"),
+        (["--reference", str(tmp_path / "three.npz")], "three.npz: 3 images are too few; give 4 or more"),
+        (["--npz", str(tmp_path / "x.png")], "name one file twice"),
     ):
         result = CliRunner().invoke(main, [*command, *more])
         assert result.exit_code == 1 and words in result.stderr and result.stderr.count("\n") == 1, result.output

@@ -162,6 +162,8 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
         (["--steps", "2000"], "2000 steps: must be from 1 to 1000"),
         (["--size", "9x8"], "--size 9x8: not made of whole patches of 4"),
         (["--size", "9"], "must be HEIGHTxWIDTH"),
+        (["--size", "8x²"], "--size 8x²: must be HEIGHTxWIDTH"),
+        (["--classes", "²"], "class '²' is none of 0 to 4"),
         (["--output", "nowhere/x.png"], "nowhere/x.png: cannot be written"),
         (["--weights", "ema"], "holds no exponential average"),
         (["--vae", "."], "draws pixels, which no VAE decodes; leave out --vae"),
