@@ -57,6 +57,8 @@ class VaeOptions:
         for name in ("factor", "channels", "width", "steps", "batch", "size"):
             if getattr(self, name) < 1:
                 raise DataError(f"--{name} {getattr(self, name)}: must be at least 1")
+        if not 0.0 < self.learning_rate < math.inf:
+            raise DataError(f"--learning-rate {self.learning_rate}: must be a number above 0, such as 1e-3")
         if self.factor & (self.factor - 1):
             raise DataError(f"--factor {self.factor}: must be a power of two, such as 2, 4 or 8")
         if self.size % self.factor:

@@ -135,6 +135,8 @@ def test_what_is_refused(images: str, vae: tuple[Path, dict], tmp_path: Path) ->
         (("--size", 16, "--steps", 0), "--steps 0: must be at least 1"),
         (("--size", 16, "--width", 0), "--width 0: must be at least 1"),
         (("--size", 16, "--steps", 3, "--learning-rate", "1e30"), "the loss is not finite"),
+        (("--size", 16, "--learning-rate", "nan"), "--learning-rate nan: must be a number above 0"),
+        (("--size", 16, "--learning-rate", "-1"), "--learning-rate -1.0: must be a number above 0"),
         (("--size", 16, "--device", "cuda:99"), "--device cuda:99: not here"),
         (("--size", 16, "--output", vae[0]), "exists; choose another --output"),
     ):
