@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -95,7 +96,12 @@ def encode(found: Found, plan: Plan) -> tuple[Path, dict[str, Any]]:
         if json.loads(stamp.read_text()) != made:
             raise UserError(f"{folder}: was made of other files or with another tokenizer; choose another --runs")
         return folder, sentences.load(folder)
-    facts = sentences.write(folder, {k: found.rows(k) for k in found.files}, plan.tokenizer, length, found.task.classes)
+    rows = {k: found.rows(k) for k in found.files}
+    try:
+        facts = sentences.write(folder, rows, plan.tokenizer, length, found.task.classes)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     write_text(stamp, json.dumps(made))
     for split, count in found.left_out.items():
         if count:

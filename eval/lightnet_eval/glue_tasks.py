@@ -7,6 +7,7 @@ is none of the nine is a task of its own, of JSON lines with ``sentence`` or ``s
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,12 +134,16 @@ class Found:
         path = self.files[split]
         self.left_out[split] = 0
         records = _json_lines(path) if path.suffix == ".jsonl" else _columns(path, self.task.columns)
+        count = 0
         for number, record in records:
             texts, label = self._parts(record, path, number)
             if label is None:
                 self.left_out[split] += 1
                 continue
+            count += 1
             yield Row(texts[0], texts[1] if len(texts) > 1 else None, label)
+        if not count:
+            raise UserError(f"{path}: holds no line with a label; is it a test set, or empty?")
 
     def _parts(self, record: Any, path: Path, number: int) -> tuple[list[str], float | None]:
         if isinstance(record, dict):
@@ -152,6 +157,10 @@ class Found:
                     f"{path}: line {number} has no field '{lacks}'; {self.key} needs {', '.join(self.task.fields)}"
                 )
             values = [record[name] for name in fields]
+            if None in values[:-1]:
+                raise UserError(
+                    f"{path}: line {number}: '{fields[values.index(None)]}' is null; give it a text, or remove the line"
+                )
         elif record is None:
             return [], None
         else:
@@ -167,11 +176,14 @@ class Found:
             return None
         if classes is None:
             try:
-                return float(label)
+                value = float(label)
             except (TypeError, ValueError):
+                value = math.nan
+            if not math.isfinite(value):
                 raise UserError(
-                    f"{path}: line {number}: label {label!r} is no number, and {self.key} is a regression"
-                ) from None
+                    f"{path}: line {number}: label {label!r} is no number, and {self.key} is a regression; correct it there"
+                )
+            return value
         spelling = str(label)
         if spelling in classes:
             return classes.index(spelling)
@@ -181,35 +193,42 @@ class Found:
         raise UserError(f"{path}: line {number}: label {spelling!r} is none of {', '.join(classes)}; correct it there")
 
 
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbers from 1, and lines."""
+    with path.open(encoding="utf-8-sig", newline="\n") as file:
+        try:
+            yield from enumerate(file, 1)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: is no UTF-8 ({error.reason}); convert it") from None
+
+
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    record = None
-                if not isinstance(record, dict):
-                    raise UserError(f"{path}: line {number} is no JSON object; correct it there")
-                yield number, record
+    for number, line in _lines(path):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if not isinstance(record, dict):
+                raise UserError(f"{path}: line {number} is no JSON object; correct it there")
+            yield number, record
 
 
 def _columns(path: Path, columns: tuple[str | int, ...]) -> Iterator[tuple[int, list[str] | None]]:
     """The wanted columns of each line; None for a line with too few."""
-    with path.open(encoding="utf-8-sig", newline="\n") as file:
-        places: list[int] = [int(column) for column in columns if isinstance(column, int)]
-        first = 1
-        if not places:
-            header = file.readline().rstrip("\r\n").split("\t")
-            absent = [name for name in columns if name not in header]
-            if absent:
-                raise UserError(
-                    f"{path}: its header has no column '{absent[0]}' (it has {', '.join(header)}); is it this task's?"
-                )
-            places, first = [header.index(str(name)) for name in columns], 2
-        for number, line in enumerate(file, first):
-            cells = line.rstrip("\r\n").split("\t")
-            yield number, [cells[place] for place in places] if len(cells) > max(places) else None
+    lines = _lines(path)
+    places: list[int] = [int(column) for column in columns if isinstance(column, int)]
+    if not places:
+        header = next(lines, (1, ""))[1].rstrip("\r\n").split("\t")
+        absent = [name for name in columns if name not in header]
+        if absent:
+            raise UserError(
+                f"{path}: its header has no column '{absent[0]}' (it has {', '.join(header)}); is it this task's?"
+            )
+        places = [header.index(str(name)) for name in columns]
+    for number, line in lines:
+        cells = line.rstrip("\r\n").split("\t")
+        yield number, [cells[place] for place in places] if len(cells) > max(places) else None
 
 
 def find(folder: str | Path, wanted: list[str] | None) -> list[Found]:

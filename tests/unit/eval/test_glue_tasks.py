@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from lightnet_data.sentences import Row
+from lightnet_data.tokenizer import Tokenizer
 from lightnet_eval.glue import average, summary
 from lightnet_eval.glue_passages import write
+from lightnet_eval.glue_run import Plan, encode
 from lightnet_eval.glue_tasks import TASKS, correlations, f1_and_accuracy, find, matthews
 
+from lightnet_llm.config import validate
 from lightnet_llm.errors import UserError
 
 # Folder, header (None: there is none), two lines, and the samples that they are.
@@ -218,12 +221,44 @@ def test_a_task_of_ones_own(tmp_path: Path) -> None:
         ("WNLI", "jsonl", '{"sentence1": "a", "label": 1}\n', "line 1 has no field 'sentence2'; wnli needs sentence1"),
         ("WNLI", "jsonl", "{}\nx\n", "line 1 has no field"),
         ("WNLI", "jsonl", "[1]\n", "line 1 is no JSON object"),
+        ("WNLI", "jsonl", '{"sentence1": "a", "sentence2": null, "label": 1}\n', "line 1: 'sentence2' is null; give"),
+        ("WNLI", "jsonl", '{"sentence1": "a", "sentence2": "b", "label": -1}\n', "no line with a label; is it a test"),
+        ("WNLI", "jsonl", "", "train.jsonl: holds no line with a label"),
+        ("STS-B", "jsonl", '{"sentence1": "a", "sentence2": "b", "label": NaN}\n', "line 1: label nan is no number"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, name: str, suffix: str, text: str, words: str) -> None:
     lay(tmp_path / name, ("dev",), suffix, text)
     with pytest.raises(UserError, match=words):
         list(find(tmp_path, None)[0].rows("train"))
+
+
+@pytest.mark.parametrize(("name", "suffix"), [("SST-2", "tsv"), ("SST-2", "jsonl"), ("mine", "jsonl")])
+def test_other_bytes_than_utf8_are_one_line(tmp_path: Path, name: str, suffix: str) -> None:
+    lay(tmp_path / name, ("dev",), suffix, "")
+    for split in ("train", "dev"):
+        (tmp_path / name / f"{split}.{suffix}").write_bytes(b"sentence\tlabel\nna\xefve\t1\n")
+    with pytest.raises(UserError, match=f"train.{suffix}: is no UTF-8 .invalid continuation byte.; convert it"):
+        list(find(tmp_path, None)[0].rows("train"))
+
+
+def test_nothing_stays_of_a_task_whose_file_is_refused(tmp_path: Path) -> None:
+    lay(tmp_path / "glue" / "SST-2", ("dev",), "tsv", "sentence\tlabel\nthe sea\t1\n")
+    (tmp_path / "glue" / "SST-2" / "dev.tsv").write_text("sentence\tlabel\nthe sea\t7\n")
+    model = {
+        "head": "masked_lm",
+        "causal": False,
+        "layers": 1,
+        "width": 8,
+        "heads": 1,
+        "glu_width": 8,
+        "vocab_size": 300,
+    }
+    config = validate({"model": model, "data": {"sequence_length": 8}, "train": {"steps": 1}}, "here")
+    plan = Plan(tmp_path, config, Tokenizer.train(["the sea, the ship and the moon"] * 20, 280), tmp_path / "runs")
+    with pytest.raises(UserError, match=r"dev\.tsv: line 2: label '7' is none of 0, 1"):
+        encode(find(tmp_path / "glue", None)[0], plan)
+    assert not list((tmp_path / "runs").rglob("data"))
 
 
 def test_folders_that_are_refused(tmp_path: Path) -> None:
