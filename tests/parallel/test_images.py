@@ -108,6 +108,9 @@ def test_resumed_and_moved(head: str, moved: list[str], ranks: Ranks, tmp_path: 
     ranks.train(1, one.config, [*go_on, "train.stop_at_step=8"], tmp_path, "run")
     rows, wanted = read_metrics(tmp_path / "run"), steps_of(one.rows, *FIELDS)
     assert all(values == wanted[step] for step, values in steps_of(rows, *FIELDS).items()), "resumed bit by bit"
+    ranks.train(1, one.config, [*one.overrides, "train.stop_at_step=8"], tmp_path, "whole")
+    mine, theirs = (load_weights(resolve(tmp_path / run, print), AVERAGE) for run in ("run", "whole"))
+    assert mine.keys() == theirs.keys() and all(mine[name].equal(x) for name, x in theirs.items()), "the average, too"
     ranks.train(2, one.config, [*go_on, *moved], tmp_path, "run")
     rows = [row for row in read_metrics(tmp_path / "run") if "validation" not in row or row["step"] in (10, 20)]
     check(rows, one.rows)

@@ -16,6 +16,8 @@ LAYOUTS = {
     "micro8": (1, ["train.micro_batch=8"]),
     "dp4": (4, ["train.micro_batch=1"]),
     "dp2_zero3": (2, ["parallel.zero_stage=3"]),
+    "tp2": (2, ["parallel.tensor=2"]),
+    "sp2": (2, ["parallel.sequence=2"]),
     "tp2_sp2": (4, ["parallel.tensor=2", "parallel.sequence=2"]),
     "pp2": (2, ["parallel.pipeline=2", "train.micro_batch=1"]),
     "pp2_sp2_dp2": (8, ["parallel.pipeline=2", "parallel.sequence=2"]),
@@ -51,6 +53,8 @@ def differences(found: dict[int, tuple[object, ...]], wanted: dict[int, tuple[ob
             for name, plant in (
                 ("micro8", "hide_one_or_nine"),
                 ("dp2_zero3", "hide_one_or_nine"),
+                ("tp2", "hide_one_or_nine"),
+                ("sp2", "hide_one_or_nine"),
                 ("tp2_sp2", "hide_one_or_nine"),
                 ("pp2_sp2_dp2", "hide_one_or_nine"),
                 ("micro1", ""),

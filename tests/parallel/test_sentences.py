@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from lightnet_llm.checkpoint.store import resolve
-from lightnet_llm.checkpoint.weights import load_weights
+from lightnet_llm.checkpoint.weights import AVERAGE, load_weights
 from tests.conftest import Ranks, read_metrics, steps_of
 from tests.parallel import sentences
 from tests.parallel.sentences import HEADS
@@ -80,17 +80,22 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MOVES])
+@pytest.mark.parametrize(
+    "name", ["one", *(pytest.param(name, marks=pytest.mark.slow) for name in MOVES if name != "one")]
+)
 def test_a_stopped_run_goes_on(
     ranks: Ranks, configs: dict[str, Path], one: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    """Exactly where it stays on its layout."""
+    """Exactly where it stays on its layout, the average of its weights included."""
     (world, before), (after_world, after) = MOVES[name]
-    ranks.train(world, configs["classes"], [*before, "train.stop_at_step=7"], tmp_path, "halves")
-    rows = ranks.train(after_world, configs["classes"], [*after, "train.resume=must"], tmp_path, "halves")
+    kept = ["train.ema=0.9"]
+    ranks.train(world, configs["classes"], [*kept, *before, "train.stop_at_step=7"], tmp_path, "halves")
+    rows = ranks.train(after_world, configs["classes"], [*kept, *after, "train.resume=must"], tmp_path, "halves")
     found, wanted = steps_of(rows, *FIELDS), read_metrics(one["classes"])
-    if before == after and before:
-        wanted = ranks.train(world, configs["classes"], before, tmp_path, "whole")
+    if before == after:
+        wanted = ranks.train(world, configs["classes"], [*kept, *before], tmp_path, "whole")
+        mine, theirs = (load_weights(resolve(tmp_path / run, print), AVERAGE) for run in ("halves", "whole"))
+        assert mine.keys() == theirs.keys() and all(mine[name].equal(x) for name, x in theirs.items())
     expected = steps_of(wanted, *FIELDS)
     if before == after:
         assert found == expected
