@@ -201,6 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--case", choices=list(CASES), action="append")
     parser.add_argument("--model", action="append", help="only models whose names hold this")
+    parser.add_argument("--tokens", type=int, action="append", help="only these of 196 or 256 and 4096")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="keep what a step consists of, too")
@@ -221,6 +222,8 @@ def main() -> None:
             (((32, 2), (64, 2)) if case == "classifier" else ((8, 2), (16, 2))) if given.tiny else CASES[case][1]
         ):
             channels, patch = (3, 16) if case == "classifier" else (4, 2)
+            if given.tokens and (side // patch) ** 2 not in given.tokens:
+                continue
             first: dict[str, Any] | None = None
             for name, build in models(case, side, given.tiny).items():
                 if given.model and not any(part in name for part in given.model):
