@@ -45,6 +45,7 @@ class LightNetConfig(PretrainedConfig):
         gate_rank: int = 64,
         norm: str = "srms",
         norm_eps: float = 1e-5,
+        scan_norm_eps: float | None = None,
         dropout: float = 0.0,
         drop_path: float = 0.0,
         tie_embeddings: bool = True,

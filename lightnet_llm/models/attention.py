@@ -36,7 +36,8 @@ class LightNetAttention(nn.Module):
             self.decay_down = layers.linear(width, config.decay_rank, std)
             self.decay_up = layers.column(config.decay_rank, width, std)
         self.lrpe = LRPE(config, layers) if config.lrpe else None
-        self.norm = GatedNorm(config.norm, width, config.norm_eps, local_width=self.heads * self.head_width)
+        eps = config.norm_eps if config.scan_norm_eps is None else config.scan_norm_eps
+        self.norm = GatedNorm(config.norm, width, eps, local_width=self.heads * self.head_width)
         self.output = layers.row(width, width, std / (2 * config.layers) ** 0.5)
 
     def forward(

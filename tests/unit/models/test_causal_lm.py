@@ -184,3 +184,11 @@ def test_model_files_need_neither_megatron_nor_deepspeed() -> None:
         "sys.exit(any(m.split('.')[0] in ('megatron', 'deepspeed', 'transformers') for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_norm_behind_the_scan_has_an_epsilon_of_its_own():
+    plain, other = (build(norm_eps=1e-4, scan_norm_eps=eps) for eps in (None, 1e-2))
+    for model, eps in ((plain, 1e-4), (other, 1e-2)):
+        assert {layer.attention.norm.eps for layer in model.layers} == {eps}
+        rest = [model.norm, *(norm for layer in model.layers for norm in (layer.attention_norm, layer.glu_norm))]
+        assert {norm.eps for norm in rest} == {1e-4}
