@@ -294,6 +294,8 @@ class _Beside(torch.autograd.Function):
         x, weight, bias, scale = ctx.saved_tensors
         if grad is None:
             return beside, None, None, None, None
+        if torch.is_grad_enabled():  # create_graph
+            raise RuntimeError("norm_beside has no second derivative; use backend='torch', which has")
         flat = [None if y is None else y.reshape(x.shape) for y in (grad, beside)]
         found = _normalise_backward(x, None, weight, bias, scale, *flat, ctx.layer)
         of_weights = [None if y is None else g for y, g in zip((weight, bias), found[2:], strict=True)]

@@ -114,7 +114,8 @@ class Block(nn.Module):
 
         vectors = self._vectors(context)
         modules = [self.attention_norm, attention.qkv, attention.gate_down]
-        if vectors or context.exchange is not None or hooked(self.attention_norm):
+        other = type(self.attention_norm) is not Norm or hooked(self.attention_norm)
+        if vectors or context.exchange is not None or other:
             normed, projected, low = part(start, modules, x, *vectors[:2])
         else:
             x, normed = self.attention_norm.beside(x)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from lightnet_kernels import linear_cross_entropy
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from .parameters import ParameterSpec, declare, normal
 from .recorded import hooked
@@ -29,20 +30,23 @@ class _TwoProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, one, two)
+        wanted = ctx.needs_input_grad
+        weights = (one, two) if wanted[0] else (None, None)
+        ctx.save_for_backward(x if wanted[1] or wanted[2] else None, *weights)  # frozen weights hold no activations
         return F.linear(x, one), F.linear(x, two)
 
     @staticmethod
     def backward(ctx: Any, grad_one: Tensor, grad_two: Tensor) -> tuple[Tensor | None, ...]:
         x, one, two = ctx.saved_tensors
-        grad_one, grad_two, rows = (y.reshape(-1, y.shape[-1]) for y in (grad_one, grad_two, x))
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.mm(grad_one, one).addmm_(grad_two, two).view(x.shape)
-        of_weights = (
-            torch.mm(grad.t(), rows) if wanted else None
-            for grad, wanted in zip((grad_one, grad_two), ctx.needs_input_grad[1:], strict=True)
-        )
+        shape, grad_x = grad_one.shape[:-1], None
+        grads = [y.reshape(-1, y.shape[-1]) for y in (grad_one, grad_two)]
+        with torch.autocast(grad_one.device.type, enabled=False):  # it casts mm, but no product in place
+            if one is not None:
+                grad_x = torch.mm(grads[0], one).addmm_(grads[1], two).view(*shape, one.shape[1])
+            of_weights = [
+                torch.mm(grad.t(), x.reshape(-1, x.shape[-1])) if wanted else None
+                for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=True)
+            ]
         return grad_x, *of_weights
 
 
@@ -50,12 +54,16 @@ def _joins(layer: nn.Module, x: Tensor) -> bool:
     """Whether a layer's output is the product with its weight, and nothing else looks at its call."""
     return (
         type(layer) is nn.Linear
+        and not hooked(layer)  # before the weight is looked at: ZeRO-3 then gathers it, with the module outside
         and layer.bias is None
         and type(layer.weight) is nn.Parameter
         and layer.weight.dtype == x.dtype
-        and "forward" not in vars(layer)
-        and not hooked(layer)
     )
+
+
+def _transformed() -> bool:
+    """Whether torch.func's transforms or forward-mode differentiation are at work, which PyTorch's own layers know."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 class PlainLayers:
@@ -88,7 +96,8 @@ class PlainLayers:
     def pair(self, x: Tensor, one: nn.Module, two: nn.Module) -> tuple[Tensor, Tensor]:
         """What two layers make of one input."""
         plain = torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(x) is Tensor
-        if plain and not torch.is_autocast_enabled(x.device.type) and _joins(one, x) and _joins(two, x):
+        plain = plain and not _transformed() and not torch.is_autocast_enabled(x.device.type)
+        if plain and _joins(one, x) and _joins(two, x):
             both: tuple[Tensor, Tensor] = _TwoProducts.apply(x, one.weight, two.weight)
             return both
         return one(x), two(x)

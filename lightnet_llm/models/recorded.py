@@ -43,7 +43,7 @@ def _gather(module: nn.Module, tensors: list[Tensor], kinds: list[Any]) -> bool:
     """Adds all parameters and buffers in order, and modules' types; false where a module may do something else than its
     configuration says: one from elsewhere (an adapter), a forward of its own, a hook that waits for its call."""
     own = type(module) is nn.Linear or type(module).__module__.rpartition(".")[0] == __package__
-    if not own or "forward" in vars(module) or hooked(module):
+    if not own or hooked(module):
         return False
     kinds.append(type(module))
     tensors += [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
@@ -51,11 +51,12 @@ def _gather(module: nn.Module, tensors: list[Tensor], kinds: list[Any]) -> bool:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether something waits for the module's call."""
+    """Whether something waits for the module's call, or takes its place (a forward of its own, as accelerate sets)."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     everywhere = torch.nn.modules.module
     return bool(
         hooks
+        or "forward" in vars(module)
         or everywhere._global_forward_hooks
         or everywhere._global_forward_pre_hooks
         or everywhere._global_backward_hooks

@@ -5,7 +5,7 @@ As in test_kernels_triton.py, the interpreter needs a process of its own.
 
 import pytest
 import torch
-from lightnet_kernels import add_norm, gated_norm, norm, swiglu
+from lightnet_kernels import add_norm, gated_norm, norm, norm_beside, swiglu
 
 from . import companion_table as table
 from .interpreter import inside, outside, run_inside
@@ -81,6 +81,14 @@ def test_half_precision(kind, dtype):
     table.check_norm_beside(kind, (40, 200), dtype)
     table.check_gated_norm(kind, (2, 20, 3, 48), dtype)
     table.check_swiglu((7, 150), dtype, joined=kind == "rms")
+
+
+@inside
+def test_norm_beside_refuses_a_second_derivative():
+    x = torch.randn(3, 24, requires_grad=True)
+    stream, normed = norm_beside(x, kind="srms", eps=1e-5, backend="triton")
+    with pytest.raises(RuntimeError, match="no second derivative; use backend='torch'"):
+        torch.autograd.grad((stream * normed).sum(), x, create_graph=True)
 
 
 @inside

@@ -103,6 +103,21 @@ class Adapter(torch.nn.Module):
         return self.base(x) * self.scaling
 
 
+def test_a_norm_from_elsewhere_is_called():
+    """One in the block's norm's place, and one with a forward of its own."""
+    block = Block(tiny_model_config(), PlainLayers(), 0)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    whole = run([block], ForwardContext(), 0)[0]
+    norm = block.attention_norm
+    block.attention_norm = Adapter(norm, 0.0)
+    silent = run([block], ForwardContext(), 0)[0]
+    assert not torch.equal(silent, whole)
+    block.attention_norm = norm
+    norm.forward = torch.zeros_like
+    assert torch.equal(run([block], ForwardContext(), 0)[0], silent)
+
+
 def test_layers_from_elsewhere_are_called(recordings, monkeypatch):
     monkeypatch.setattr(module, "recordable", lambda x, decided=None: True)
     block = Block(tiny_model_config(), PlainLayers(), 0)
