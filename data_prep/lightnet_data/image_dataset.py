@@ -18,7 +18,7 @@ from lightnet_data.sample_shards import SampleStore, class_names
 from lightnet_data.shuffle import Permutation
 
 Sample = dict[str, Any]
-ARRAYS = {"box": "boxes", "noise": "noise", "kept": "kept"}
+ARRAYS = {"box": "boxes", "noise": "noise", "kept": "kept", "posterior": "posterior"}
 # Of pictures, those of partners too: what is done to them where the model is.
 DRAWN = {"operation": "operations", "table": "tables", "factors": "factors", "erased": "erased"}
 NUMBERS = {
@@ -189,9 +189,9 @@ def collate(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
 
     Returns:
         images: uint8 [B, 3 or 1, H, W], or latents: float32 [B, C, h, w]. labels, numbers, sample_ids: int64 [B]. What is drawn
-        for images: see ``image_operations``. What ``MixedImages`` and ``NoisedSamples`` add: boxes, kept, noise; int64 [B]
-        other_labels, timesteps, and other_rows: places of partners among the images, where those that are not of the batch
-        follow its own.
+        for images: see ``image_operations``. What ``MixedImages``, ``NoisedSamples`` and ``PosteriorSamples`` add: boxes, kept,
+        noise, posterior; int64 [B] other_labels, timesteps, and other_rows: places of partners among the images, where those
+        that are not of the batch follow its own.
 
     Raises:
         DataError: images of different sizes.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightnet_data import manifest, pictures, sample_shards
+from lightnet_data import autoencoders, manifest, pictures, sample_shards
 from lightnet_data.errors import DataError
 from lightnet_data.images import check_output
 from lightnet_data.output import OutputFolder, flush, replace
@@ -131,41 +131,20 @@ class Encoder:
     """
 
     def __init__(self, path: str | Path, options: LatentOptions) -> None:
-        path = Path(path)
-        if not (path / "config.json").is_file():
-            raise DataError(f"{path}: no config.json; --vae names a folder of a diffusers AutoencoderKL")
         if options.precision not in PRECISIONS:
             raise DataError(f"--precision {options.precision}: one of {', '.join(PRECISIONS)}")
         if options.batch < 1:
             raise DataError(f"--batch {options.batch}: must be at least 1")
-        try:
-            from diffusers import AutoencoderKL
-        except ImportError:
-            raise DataError("latents need diffusers: pip install 'lightnet-llm[vision]'") from None
         self.options, self.device = options, device_of(options.device)
-        try:
-            self._vae = AutoencoderKL.from_pretrained(
-                str(path), local_files_only=True, torch_dtype=PRECISIONS[options.precision]
-            )
-        except Exception as error:  # diffusers raises EnvironmentError, ValueError, RuntimeError and others
-            reason = " ".join(str(error).split())[:160]
-            raise DataError(f"{path}: not an AutoencoderKL of diffusers ({reason})") from None
-        self._vae.requires_grad_(False).eval().to(self.device)
-        config = self._vae.config
-        if config.in_channels != 3:
-            raise DataError(f"{path}: takes {config.in_channels} channels, images have 3; use another VAE")
-        factor = 2 ** (len(config.block_out_channels) - 1)
-        if options.size < factor or options.size % factor:
-            nearest = max(factor, round(options.size / factor) * factor)
-            raise DataError(f"--size {options.size}: this VAE takes multiples of {factor}; nearest {nearest}")
-        self.shape = [1 + options.flip, 2, config.latent_channels, options.size // factor, options.size // factor]
-        self.scaling_factor = float(config.scaling_factor)
-        self.shift_factor = float(getattr(config, "shift_factor", None) or 0.0)
-        digest = hashlib.sha256()
-        for file in sorted(path.glob("*")):
-            if file.suffix in (".json", ".safetensors", ".bin"):
-                digest.update(f"{file.name} {sha256(file)}\n".encode())
-        self.fingerprint = digest.hexdigest()
+        self._vae = autoencoders.load(path, PRECISIONS[options.precision]).to(self.device)
+        facts = autoencoders.facts(self._vae)
+        if options.size < facts.factor or options.size % facts.factor:
+            nearest = max(facts.factor, round(options.size / facts.factor) * facts.factor)
+            raise DataError(f"--size {options.size}: this VAE takes multiples of {facts.factor}; nearest {nearest}")
+        side = options.size // facts.factor
+        self.shape = [1 + options.flip, 2, facts.channels, side, side]
+        self.scaling_factor, self.shift_factor = facts.scaling_factor, facts.shift_factor
+        self.fingerprint = autoencoders.fingerprint(path)
 
     def facts(self) -> dict[str, Any]:
         """What training must know."""

@@ -13,7 +13,7 @@ class NoisedSamples(torch.utils.data.Dataset[dict[str, Any]]):
     """Images or latents with what is drawn for each.
 
     Args:
-        samples: ``ImageSamples`` or ``LatentSamples``.
+        samples: ``ImageSamples``, ``LatentSamples`` or ``PosteriorSamples``.
         steps: of the process.
         classes: of the model; this number stands for "none".
         class_drop: chance that a sample's class is "none".
@@ -31,12 +31,13 @@ class NoisedSamples(torch.utils.data.Dataset[dict[str, Any]]):
         """The sample at a global position.
 
         Returns:
-            As of the data set, with the drawn label; timestep 0 to ``steps`` - 1, and noise float32 of the shape of the image.
+            As of the data set, with the drawn label; timestep 0 to ``steps`` - 1, and noise float32 of the shape of the image
+            or latent.
         """
         sample = self.samples[position]
         draws = Draws(self.samples.seed, self.samples.place(position)[0], sample["number"], image_dataset.NOISE)
         timestep, dropped = draws.integer(self.steps), draws.uniform() < self.class_drop
-        values = sample["image"] if "image" in sample else sample["latent"]
+        values = next(sample[name] for name in ("posterior", "image", "latent") if name in sample)
         label = self.classes if dropped else sample["label"]
         noise = np.ascontiguousarray(draws.normals(values.shape))
         return {**sample, "label": label, "timestep": timestep, "noise": noise}

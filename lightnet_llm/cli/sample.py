@@ -24,7 +24,7 @@ from .output import replacing, writable
 @click.option("--guidance", type=float, default=1.0, show_default=True, help="1 is none; 4 is usual for pictures.")
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same images.")
 @click.option("--size", metavar="HxW", help="Pixels (of latents) instead of those trained on, in whole patches.")
-@click.option("--vae", metavar="DIR", help="AutoencoderKL that decodes latents.")
+@click.option("--vae", metavar="DIR", help="AutoencoderKL that decodes latents. [default: the run's diffusion.vae]")
 @click.option("--weights", type=click.Choice(["trained", "ema"]), help="[default: ema where the run keeps one]")
 @click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Changes no image.")
 @click.option("--device", help="cpu, cuda, cuda:1 ... [default: the first GPU]")
@@ -83,6 +83,7 @@ def sample(
     image = loaded.config.model.image
     assert image is not None
     latent = bool(loaded.latents)
+    vae = vae or (loaded.config.diffusion.vae if latent else None)
     if latent and vae is None:
         raise UserError(
             f"{checkpoint}: draws latents; name the folder of the AutoencoderKL they were made with: --vae DIR"

@@ -63,3 +63,8 @@ class DiffusionConfig(Section):
     class_drop: float = Field(
         default=0.1, ge=0, lt=1, description='Chance that a sample\'s class becomes "none": makes guidance possible.'
     )
+    vae: str | None = Field(
+        default=None,
+        description="Folder of diffusers' AutoencoderKL that encodes the images of `data.path` while training; null: pixels as "
+        "they are, or latents encoded before (`lightnet data latents`), which costs less where images are seen often.",
+    )

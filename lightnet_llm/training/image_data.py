@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
 
-from lightnet_data import sample_shards
+from lightnet_data import autoencoders, sample_shards
+from lightnet_data.autoencoders import PosteriorSamples
+from lightnet_data.errors import DataError
 from lightnet_data.image_dataset import ImageSamples, LatentSamples
 from lightnet_data.image_transforms import CenterCrop, Chain, Grey, HorizontalFlip, RandomResizedCrop, Transform
 from lightnet_data.rand_augment import Erase, RandAugment
@@ -54,9 +57,14 @@ def _kind(folder: str, config: RunConfig) -> str:
     if config.data.path is not None and sample_shards.is_samples(config.data.path):
         check_classes(folder, names, sample_shards.class_names(config.data.path))
     if kind == "images":
-        if image.channels not in (1, 3):
-            raise UserError(f"{folder}: holds images; set model.image.channels=3, or 1 to take them as grey")
+        if vae_of(config) is None and image.channels not in (1, 3):
+            more = ", or give diffusion.vae to encode them" if config.model.head == "denoiser" else ""
+            raise UserError(f"{folder}: holds images; set model.image.channels=3, or 1 to take them as grey{more}")
         return kind
+    if vae_of(config) is not None:
+        raise UserError(
+            f"{folder}: holds latents, which no VAE encodes; leave out diffusion.vae, or name a folder of images"
+        )
     if config.model.head == "classifier":
         raise UserError(
             f"{folder}: holds latents, head: classifier takes images; name a folder of lightnet data images"
@@ -68,13 +76,50 @@ def _kind(folder: str, config: RunConfig) -> str:
             f"{folder}: latents are {list(latents['shape'][2:])}, the model takes {wanted}; set "
             f"model.image.channels={channels} model.image.size=[{high},{wide}]"
         )
-    spread = float(latents.get("scaled_std", 1.0))
+    check_scale(float(latents.get("scaled_std", 1.0)), folder, " and make them again with lightnet data latents")
+    return kind
+
+
+def check_scale(spread: float, where: str, then: str = "") -> None:
+    """Refuse scaled latents whose standard deviation is far from the noise's.
+
+    Raises:
+        UserError: it is.
+    """
     if not SCALES[0] <= spread <= SCALES[1]:
         raise UserError(
-            f"{folder}: scaled latents have a standard deviation of {spread:.3g}, and noise has 1; correct the VAE's "
-            "scaling_factor and make them again with lightnet data latents"
+            f"{where}: scaled latents have a standard deviation of {spread:.3g}, and noise has 1; correct the VAE's "
+            f"scaling_factor{then}"
         )
-    return kind
+
+
+def vae_of(config: RunConfig) -> str | None:
+    """``diffusion.vae``, of a denoiser."""
+    return config.diffusion.vae if config.model.head == "denoiser" else None
+
+
+@functools.lru_cache(maxsize=2)
+def open_vae(path: str) -> Any:
+    """``diffusion.vae``, float32 on the CPU.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        return autoencoders.load(path)
+    except DataError as error:
+        raise UserError(f"diffusion.vae: {error}") from None
+
+
+def _vae_facts(path: str, image: ImageConfig) -> autoencoders.Facts:
+    """Of an autoencoder whose latents the model takes."""
+    found = autoencoders.facts(open_vae(path))
+    if found.channels != image.channels:
+        raise UserError(
+            f"diffusion.vae {path}: its latents have {found.channels} channels, the model takes {image.channels}; set "
+            f"model.image.channels={found.channels}"
+        )
+    return found
 
 
 def check_classes(folder: str, found: list[str], trained_on: list[str]) -> None:
@@ -92,21 +137,28 @@ def check_classes(folder: str, found: list[str], trained_on: list[str]) -> None:
             )
 
 
-def open_split(folder: str, split: str, config: RunConfig, training: bool) -> ImageSamples | LatentSamples:
+def open_split(
+    folder: str, split: str, config: RunConfig, training: bool
+) -> ImageSamples | LatentSamples | PosteriorSamples:
     """The samples of a split: augmented and shuffled in training, else in stored order and cropped in the middle."""
     image, given = image_of(config), config.augmentation
     if _kind(folder, config) == "latents":
         mirrored = training and sample_shards.load(folder)["latents"]["shape"][0] == 2
         return LatentSamples(folder, split, config.train.seed, training, given.flip if mirrored else 0.0)
-    steps: list[Transform] = [CenterCrop(image.size, given.center_share)]
+    size, vae = image.size, vae_of(config)
+    if vae is not None:
+        factor = _vae_facts(vae, image).factor
+        size = size[0] * factor, size[1] * factor
+    steps: list[Transform] = [CenterCrop(size, given.center_share)]
     if training:
         if given.crop_scale is not None:
-            steps = [RandomResizedCrop(image.size, given.crop_scale, given.crop_ratio)]
+            steps = [RandomResizedCrop(size, given.crop_scale, given.crop_ratio)]
         steps.append(HorizontalFlip(given.flip))
-    steps += [Grey()] if image.channels == 1 else []
+    steps += [Grey()] if image.channels == 1 and vae is None else []
     drawn: list[Any] = [RandAugment(given.randaugment)] if given.randaugment else []
     drawn += [Erase(given.erasing)] if given.erasing else []
-    return ImageSamples(folder, split, Chain(steps), config.train.seed, training, drawn if training else ())
+    images = ImageSamples(folder, split, Chain(steps), config.train.seed, training, drawn if training else ())
+    return images if vae is None else PosteriorSamples(images, (image.channels, *image.size))
 
 
 def validation_locations(config: RunConfig) -> dict[str, str]:
@@ -144,6 +196,11 @@ def check(config: RunConfig) -> dict[str, Any]:
     if isinstance(samples, LatentSamples):  # of the manifest, not of the shards: other factors are other data
         scale, shift = samples.scaling_factor, samples.shift_factor
         latents = {"latents": {"scaling_factor": scale, "shift_factor": shift, "shape": samples.stored_shape}}
+    if (vae := vae_of(config)) is not None:
+        facts = _vae_facts(vae, image_of(config))
+        shape = [1, 2, facts.channels, *image_of(config).size]
+        scales = {"scaling_factor": facts.scaling_factor, "shift_factor": facts.shift_factor}
+        latents = {"latents": {**scales, "shape": shape}, "vae": autoencoders.fingerprint(vae)[:16]}
     if config.model.head == "denoiser" and config.diffusion.prediction != "noise":  # weights mean something else
         latents["prediction"] = config.diffusion.prediction
     return {

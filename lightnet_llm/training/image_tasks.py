@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightnet_data import image_dataset, image_operations
+from lightnet_data import autoencoders, image_dataset, image_operations
 from lightnet_data.mixing import MixedImages, Mixing
 from lightnet_data.noising import NoisedSamples
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..config.run import RunConfig
 from ..models import diffusion
 from ..models.classifier import class_loss, hits
 from ..parallel.clock import Clock
-from .image_data import batch_around, folder_of, image_of, open_split
+from .image_data import batch_around, check_scale, folder_of, image_of, open_split, open_vae, vae_of
 from .schedule import Budget
 from .tasks import Batch, Sample, Task
 
@@ -155,11 +155,13 @@ def mix(images: Tensor, others: Tensor, kept: Tensor, boxes: Tensor) -> Tensor:
 
 
 class DenoiserTask(ImageTask):
-    """The objective of denoising diffusion with a learned variance, on latents or on pixels in [-1, 1]."""
+    """The objective of denoising diffusion with a learned variance, on latents, stored or encoded here, or on pixels in
+    [-1, 1]."""
 
     def __init__(self, config: RunConfig):
         super().__init__(config)
         self.process: diffusion.Process | None = None
+        self.coder: Any = None
 
     def _noised(self, samples: Any, class_drop: float) -> Any:
         return NoisedSamples(samples, diffusion.STEPS, self.image.classes, class_drop)
@@ -170,8 +172,22 @@ class DenoiserTask(ImageTask):
     def held_out(self, location: str) -> Any:
         return self._noised(self.opened(location), 0.0)
 
+    def _clean(self, batch: Batch) -> Tensor:
+        """Pixels in [-1, 1] or scaled latents, float32 [B, C, H, W]."""
+        if "posterior" not in batch:
+            return batch["images"].float() / 127.5 - 1.0 if "images" in batch else batch["latents"]
+        pixels, vae = batch["images"], vae_of(self.config)
+        assert vae is not None
+        first = self.coder is None
+        if first:
+            self.coder = open_vae(vae).to(pixels.device)
+        latents = autoencoders.encoded(self.coder, pixels, batch["posterior"])
+        if first:
+            check_scale(float(latents.std()), f"diffusion.vae {vae}")
+        return latents
+
     def loss(self, model: Callable[..., Any], batch: Batch, clock: Clock, training: bool) -> Tensor:
-        images = batch["images"].float() / 127.5 - 1.0 if "images" in batch else batch["latents"]
+        images = self._clean(batch)
         if self.process is None:
             self.process = diffusion.linear(device=images.device)
         noise, timesteps, labels = batch["noise"], batch["timesteps"], batch["labels"]

@@ -74,3 +74,28 @@ diffusion: {{class_drop: 0.2}}
 {COMMON}"""
     )
     return config
+
+
+def write_encoded(folder: Path) -> Path:
+    """A configuration whose images a small VAE encodes while training: its file."""
+    import torch
+    from diffusers import AutoencoderKL
+    from lightnet_data.autoencoders import encoded
+
+    write_classifier(folder)
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    coder = AutoencoderKL(latent_channels=4, norm_num_groups=4, block_out_channels=(4, 8), scaling_factor=1.0, **blocks)
+    pixels = torch.randint(0, 256, (4, 3, 8, 12), dtype=torch.uint8)
+    spread = float(encoded(coder, pixels, torch.randn(4, 4, 4, 6)).std())
+    coder.register_to_config(scaling_factor=1 / spread)
+    coder.save_pretrained(folder / "vae")
+    config = folder / "encoded.yaml"
+    config.write_text(
+        f"""
+model: {{head: denoiser, {MODEL}, image: {{size: [4, 6], patch: 2, channels: 4, classes: {CLASSES}}}}}
+data: {{path: {folder / "images"}}}
+diffusion: {{class_drop: 0.2, vae: {folder / "vae"}}}
+{COMMON}"""
+    )
+    return config

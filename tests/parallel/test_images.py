@@ -30,11 +30,15 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2_pp2_dp2": (8, ["parallel.tensor=2", "parallel.pipeline=2", "parallel.recompute_every=1"]),
 }
 QUICK = [("classifier", name) for name in ("micro8", "dp2", "dp4_zero3", "tp2", "sp2", "pp2")]
-QUICK += [("denoiser", name) for name in ("micro8", "dp2", "dp4_zero3", "tp2", "sp2")] + [("adaln", "sp2")]
+QUICK += [("denoiser", name) for name in ("micro8", "dp2", "dp4_zero3", "tp2", "sp2")] + [
+    ("adaln", "sp2"),
+    ("encoded", "sp2"),
+]
 HEADS: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "classifier": (images.write_classifier, []),
     "denoiser": (images.write_denoiser, []),
     "adaln": (images.write_denoiser, ["model.conditioning=adaln_single"]),
+    "encoded": (images.write_encoded, []),
 }
 ALL = [(head, name) for head in HEADS for name in LAYOUTS if head == "classifier" or "pp" not in name]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK]
@@ -99,6 +103,7 @@ def test_it_learns_and_validates(head: str, heads: Any) -> None:
         ("classifier", ["parallel.pipeline=2"]),
         ("denoiser", ["parallel.tensor=2"]),
         pytest.param("adaln", ["parallel.sequence=2"], marks=pytest.mark.slow),
+        pytest.param("encoded", ["parallel.tensor=2"], marks=pytest.mark.slow),
     ],
 )
 def test_resumed_and_moved(head: str, moved: list[str], ranks: Ranks, tmp_path: Path, heads: Any) -> None:

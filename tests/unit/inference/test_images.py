@@ -200,6 +200,21 @@ def test_the_checkpoint_says_that_it_draws_latents(latent_run: tuple[Path, Path]
     assert result.exit_code == 0 and Image.open(tmp_path / "x.png").size == (8, 8)
 
 
+def test_a_run_that_encoded_its_images_names_the_vae(latent_run: tuple[Path, Path], tmp_path: Path) -> None:
+    vae, run = latent_run[1], tmp_path / "run"
+    run.mkdir()
+    tree = {"model": MODEL, "diffusion": {"vae": str(vae)}, "train": {"steps": 7, "name": "x", "precision": "fp32"}}
+    (run / "config.yaml").write_text(dump_config(validate(tree, "here")))
+    drawn = Denoiser(validate(tree, "here").model)
+    initialize(drawn, 3)
+    factors = {"scaling_factor": 2.0, "shift_factor": -1.0, "shape": [1, 2, 3, 8, 8]}
+    save(drawn, run, 7, data={"kind": "images", "classes": list("vwxyz"), "latents": factors})  # type: ignore[arg-type]
+    common = ["sample", str(run), "--sampler", "ddim", "--steps", "2", "--per-class", "1", "--classes", "z"]
+    result = CliRunner().invoke(main, [*common, "--output", str(tmp_path / "x.png")])
+    assert result.exit_code == 0, result.output
+    assert Image.open(tmp_path / "x.png").size == (8, 8)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
