@@ -44,16 +44,25 @@ class LightNetAttention(nn.Module):
         self, x: Tensor, context: ForwardContext, state: Any = None, return_state: bool = False
     ) -> tuple[Tensor, Any]:
         """[B, N, width] to the same, and the scan state after the last token (None unless asked for)."""
-        out, gate, after = self.mix(x, *self.project(x), self.gate, context, state, return_state)
+        out, gate, after = self.mix(self.project(x), self.gate, context, state, return_state)
         return self.finish(out, gate), after
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, N, width] to queries, keys and values of this rank's heads, [B, N, heads x 3 x head width], and what the gate
-        is made of, [B, N, gate rank]."""
+    @property
+    def projections(self) -> list[nn.Module]:
+        """The layers of `project`."""
+        masses = [self.decay_down, self.decay_up] if self.config.decay == "independent" else []
+        return [self.qkv, self.gate_down, *masses]
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[B, N, width] to queries, keys and values of this rank's heads, [B, N, heads x 3 x head width]; what the gate is made
+        of, [B, N, gate rank]; and with ``decay: independent`` the log masses, [B, N, heads x head width]."""
         inside = self.layers_set.enter(x)
-        if inside is x:
-            return self.layers_set.pair(x, self.qkv, self.gate_down)
-        return self.qkv(inside), self.gate_down(x)
+        both = (
+            self.layers_set.pair(x, self.qkv, self.gate_down) if inside is x else (self.qkv(inside), self.gate_down(x))
+        )
+        if self.config.decay == "independent":
+            return *both, self.decay_up(self.layers_set.enter(self.decay_down(x)))
+        return both
 
     def gate(self, low: Tensor) -> Tensor:
         """X Wu1 [B, N, gate rank] to U, [B, N, heads, head width]."""
@@ -67,9 +76,7 @@ class LightNetAttention(nn.Module):
 
     def mix(
         self,
-        x: Tensor,
-        projected: Tensor,
-        low: Tensor,
+        projections: tuple[Tensor, ...],
         gate: Callable[[Tensor], Tensor],
         context: ForwardContext,
         state: Any,
@@ -78,12 +85,13 @@ class LightNetAttention(nn.Module):
         """What of attention tokens do together.
 
         Args:
-            x: as `forward` takes it; projected, low: of it, see `project`.
+            projections: of `project`.
             gate: `gate`, or what does the same.
 
         Returns:
-            (out, gate of x, both [B, N, heads, head width], and the state as `forward` does).
+            (out, gate, both [B, N, heads, head width], and the state as `forward` does).
         """
+        projected, low, *mass = projections
         joint = projected.view(*projected.shape[:2], self.heads, 3, self.head_width)  # queries, keys and values
         gates: list[Tensor] = []
 
@@ -95,9 +103,8 @@ class LightNetAttention(nn.Module):
         if context.decode:
             return decode_step(state, *joint[:, 0].unbind(-2))[:, None], gates[0], None
         decay = None
-        if self.config.decay == "independent":
-            decay = self.decay_up(self.layers_set.enter(self.decay_down(x)))
-            decay = decay.view(*decay.shape[:2], self.heads, -1)
+        if mass:
+            decay = mass[0].view(*mass[0].shape[:2], self.heads, -1)
         if self.config.mixer == "softmax":
             if state is not None or return_state:
                 raise ValueError("mixer: softmax has no state to continue from or to return")

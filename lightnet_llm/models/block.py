@@ -94,9 +94,8 @@ class Block(nn.Module):
         place, attention = 2 * self.index + 1, self.attention  # place 0 is the embedding
         parts = context.exchange is not None and self._repeats(context)
 
-        def start(x: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            normed = self.attention_norm(x, *vectors)
-            return normed, *attention.project(normed)
+        def start(x: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
+            return attention.project(self.attention_norm(x, *vectors))
 
         def end(x: Tensor, out: Tensor, gate: Tensor, *vectors: Tensor) -> Tensor:
             x, inside = self.glu_norm(x, self._dropped(attention.finish(out, gate), context, place), *vectors[:3])
@@ -113,15 +112,15 @@ class Block(nn.Module):
             return found
 
         vectors = self._vectors(context)
-        modules = [self.attention_norm, attention.qkv, attention.gate_down]
         other = type(self.attention_norm) is not Norm or hooked(self.attention_norm)
         if vectors or context.exchange is not None or other:
-            normed, projected, low = part(start, modules, x, *vectors[:2])
+            projections = part(start, [self.attention_norm, *attention.projections], x, *vectors[:2])
         else:
             x, normed = self.attention_norm.beside(x)
-            projected, low = attention.project(normed)
-        out, gated, after = attention.mix(normed, projected, low, gate, context, state, return_state)
-        del normed, projected, low  # not held through the rest where no gradient needs them
+            projections = attention.project(normed)
+            del normed
+        out, gated, after = attention.mix(projections, gate, context, state, return_state)
+        del projections  # not held through the rest where no gradient needs them
         modules = [attention.norm, attention.output, self.glu_norm, self.glu]
         return part(end, modules, x, out, gated, *vectors[2:]), after
 
