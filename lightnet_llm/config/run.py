@@ -246,7 +246,11 @@ class CheckpointConfig(Section):
 
     interval: int = Field(default=1000, ge=0, description="Steps between checkpoints; 0 saves only at the end.")
     keep_last: int = Field(default=3, ge=1, description="Newest checkpoints kept.")
-    keep_every: int = Field(default=0, ge=0, description="Checkpoints at multiples of this step are kept for ever.")
+    keep_every: int = Field(
+        default=0,
+        ge=0,
+        description="Checkpoints that were due at multiples of this step are kept for ever; skipped steps may put one off.",
+    )
     asynchronous: bool = Field(
         default=False,
         alias="async",
