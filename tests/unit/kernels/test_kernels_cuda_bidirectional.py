@@ -85,7 +85,6 @@ def test_repeated():
     ("tokens", "width", "value_width", "options"),
     [
         (150, 24, 40, {}),
-        (130, 72, 24, {"theta": False}),
         (193, 24, 24, {"axes": 2}),
     ],
 )
@@ -99,7 +98,7 @@ def test_pieces(tokens, width, value_width, options, monkeypatch):
         ),
     )  # fmt: skip
     monkeypatch.setattr(cuda_bidirectional, "takes", lambda where, tensors: False)
-    inputs = make(2, tokens, 1, width, value_width, theta=options.get("theta", True))
+    inputs = make(2, tokens, 1, width, value_width)
     inputs["key"][:, 70:] += 40  # units differ
     places = table.grid(tokens, options["axes"]) if "axes" in options else None
     table.check(inputs, torch.bfloat16, "cpu", **({} if places is None else {"coordinates": places}))
