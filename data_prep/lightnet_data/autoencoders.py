@@ -25,7 +25,7 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32) -> Any:
     """
     path = Path(path)
     if not (path / "config.json").is_file():
-        raise DataError(f"{path}: no config.json; name a folder of a diffusers AutoencoderKL")
+        raise DataError(f"{path}: no config.json; name the folder of a diffusers AutoencoderKL")
     try:
         from diffusers import AutoencoderKL
     except ImportError:
@@ -34,7 +34,7 @@ def load(path: str | Path, dtype: torch.dtype = torch.float32) -> Any:
         coder = AutoencoderKL.from_pretrained(str(path), local_files_only=True, torch_dtype=dtype)
     except Exception as error:  # diffusers raises EnvironmentError, ValueError, RuntimeError and others
         reason = " ".join(str(error).split())[:160]
-        raise DataError(f"{path}: not an AutoencoderKL of diffusers ({reason})") from None
+        raise DataError(f"{path}: holds no AutoencoderKL of diffusers ({reason})") from None
     if coder.config.in_channels != 3:
         raise DataError(f"{path}: takes {coder.config.in_channels} channels, images have 3; use another VAE")
     return coder.requires_grad_(False).eval()

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightnet_data import autoencoders
+from lightnet_data.errors import DataError
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -197,15 +199,10 @@ def open_vae(path: str | Path, channels: int, device: torch.device) -> Any:
     Raises:
         UserError: the folder holds none, or one of other channels.
     """
-    from diffusers import AutoencoderKL
-
-    if not (Path(path) / "config.json").is_file():
-        raise UserError(f"--vae {path}: no config.json; name the folder of a diffusers AutoencoderKL")
     try:
-        coder = AutoencoderKL.from_pretrained(str(path), local_files_only=True).to(device).eval()
-    except Exception as error:  # diffusers raises OSError, ValueError, RuntimeError and others
-        reason = " ".join(str(error).split())[:120]
-        raise UserError(f"--vae {path}: holds no AutoencoderKL ({reason})") from None
+        coder = autoencoders.load(path).to(device)
+    except DataError as error:
+        raise UserError(f"--vae {error}") from None
     if coder.config.latent_channels != channels:
         raise UserError(f"--vae {path}: has {coder.config.latent_channels} latent channels, the model {channels}")
     return coder

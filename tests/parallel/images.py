@@ -79,13 +79,12 @@ diffusion: {{class_drop: 0.2}}
 def write_encoded(folder: Path) -> Path:
     """A configuration whose images a small VAE encodes while training: its file."""
     import torch
-    from diffusers import AutoencoderKL
     from lightnet_data.autoencoders import encoded
 
+    from tests.small_vae import small_vae
+
     write_classifier(folder)
-    torch.manual_seed(0)
-    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
-    coder = AutoencoderKL(latent_channels=4, norm_num_groups=4, block_out_channels=(4, 8), scaling_factor=1.0, **blocks)
+    coder = small_vae(scaling_factor=1.0)
     pixels = torch.randint(0, 256, (4, 3, 8, 12), dtype=torch.uint8)
     spread = float(encoded(coder, pixels, torch.randn(4, 4, 4, 6)).std())
     coder.register_to_config(scaling_factor=1 / spread)

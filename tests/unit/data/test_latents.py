@@ -14,6 +14,7 @@ from lightnet_data.sample_shards import SampleStore
 from PIL import Image
 
 from lightnet_llm.cli import main
+from tests.small_vae import small_vae
 
 
 def run(*arguments: object) -> Result:
@@ -22,19 +23,8 @@ def run(*arguments: object) -> Result:
 
 @pytest.fixture(scope="module")
 def vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from diffusers import AutoencoderKL
-
-    torch.manual_seed(0)
-    model = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 8),
-        latent_channels=4,
-        norm_num_groups=4,
-        scaling_factor=0.5,
-    )
     path = tmp_path_factory.mktemp("vae")
-    model.save_pretrained(path)
+    small_vae(block_out_channels=(8, 8), scaling_factor=0.5).save_pretrained(path)
     return path
 
 
@@ -158,7 +148,7 @@ def test_no_vae_and_no_images(source: Path, vae: Path, tmp_path: Path) -> None:
         assert result.exit_code == 1 and what in result.stderr
     (tmp_path / "config.json").write_text("{}")
     result = run("latents", source, "--vae", tmp_path, "--output", tmp_path / "out")
-    assert result.exit_code == 1 and "not an AutoencoderKL" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert result.exit_code == 1 and "holds no AutoencoderKL" in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_beyond_fp16_is_refused(source: Path, vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

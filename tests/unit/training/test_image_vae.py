@@ -16,19 +16,14 @@ from lightnet_llm.config.load import validate
 from lightnet_llm.errors import UserError
 from lightnet_llm.training import image_data
 from lightnet_llm.training.image_tasks import DenoiserTask
+from tests.small_vae import small_vae
 
-diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("diffusers")
 SIZE, FACTOR, CHANNELS = 8, 2, 4
 
 
 def save_vae(path: Path, **changes: Any) -> Path:
-    torch.manual_seed(0)
-    blocks = ["DownEncoderBlock2D"] * 2, ["UpDecoderBlock2D"] * 2
-    settings = {"latent_channels": CHANNELS, "norm_num_groups": 4, "block_out_channels": (4, 8), "scaling_factor": 1.5}
-    coder = diffusers.AutoencoderKL(
-        down_block_types=blocks[0], up_block_types=blocks[1], **{**settings, "shift_factor": 0.1, **changes}
-    )
-    coder.save_pretrained(path)
+    small_vae(**{"scaling_factor": 1.5, "shift_factor": 0.1, **changes}).save_pretrained(path)
     return path
 
 
@@ -121,7 +116,7 @@ def refusal(folder: Path, tmp_path: Path, case: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("case", "told"),
     [
-        ("missing", r"diffusion.vae: .*none: no config.json; name a folder of a diffusers AutoencoderKL"),
+        ("missing", r"diffusion.vae: .*none: no config.json; name the folder of a diffusers AutoencoderKL"),
         ("channels", r"three: its latents have 3 channels, the model takes 4; set model.image.channels=3"),
         ("latents", r"latents: holds latents, which no VAE encodes; leave out diffusion.vae"),
         ("no vae", r"holds images; set model.image.channels=3, or 1 to take them as grey, or give diffusion.vae"),
