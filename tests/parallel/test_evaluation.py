@@ -9,7 +9,7 @@ from lightnet_eval.zero_shot import evaluate
 from lightnet_llm.checkpoint import store
 from lightnet_llm.inference import load_model
 from tests.conftest import Ranks, read_metrics, steps_of
-from tests.parallel.faults import noted
+from tests.parallel.evaluated import noted
 from tests.parallel.test_moves import layout
 from tests.unit.eval import rows
 from tests.unit.inference import toy
@@ -118,7 +118,7 @@ def test_texts_are_continued_too(text: str, ranks: Ranks, given: tuple[Path, lis
     world, overrides = layout(text)
     metrics = ranks.train(world, config, [*common, *overrides], tmp_path, "run", "continue_in_evaluation")
     (written,) = {row["piqa"]["texts"] for step, row in scores(metrics).items() if step == 4}
-    from tests.parallel.faults import continued
+    from tests.parallel.evaluated import continued
 
     loaded = load_model(tmp_path / "run" / "checkpoints" / store.step_name(4), "cpu")
     assert continued(loaded) == written
