@@ -4,6 +4,7 @@ Here, a batch at a time, and not one image after the other by Pillow: on a loade
 cropping an image. What is done to an image is drawn by ``rand_augment``, a function of its (seed, epoch, number); images of one
 kind of operation are taken together. Statistics and tables are integers and coordinates float64, so that results do not depend on
 how a batch is cut, and are Pillow's but for values that its own roundings move by one.
+docs/images.md says which of them kornia has, and how far off.
 """
 
 import functools
