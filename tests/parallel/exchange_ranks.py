@@ -393,6 +393,10 @@ def main() -> int:
         ranks = [subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}) for rank in range(world)]
         return max(abs(process.wait()) for process in ranks)
     torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.unit.kernels import quick_interpreter
+
+        quick_interpreter.install()
     pids = []
     for rank in range(world):
         pid = os.fork()

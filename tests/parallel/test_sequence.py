@@ -1,29 +1,27 @@
 """Sequence parallelism: exchanges against one process, bytes that do not grow, lengths that the ranks do not divide."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Ranks, steps_of
+from tests.conftest import Ranks, steps_of
+from tests.forks import Forks
 from tests.parallel.test_parity import FIELDS, Baselines, baselines, differences
 
 __all__ = ["baselines"]
 SLOW = pytest.mark.slow
 
 
-def exchange_ranks(*arguments: str, timeout: int = 240, **environment: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.parallel.exchange_ranks", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+FORKS = {
+    interpreted: Forks("tests.parallel.exchange_ranks", **({"TRITON_INTERPRET": "1"} if interpreted else {}))
+    for interpreted in (False, True)
+}
+
+
+def exchange_ranks(*arguments: str, interpreted: bool = False, timeout: float = 240, **environment: str) -> None:
+    """What `python -m tests.parallel.exchange_ranks ARGUMENTS` does; `interpreted`: with Triton's interpreter."""
+    done = FORKS[interpreted].run("tests.parallel.exchange_ranks:main", *arguments, timeout=timeout, **environment)
+    assert done.code == 0, done.output[-4000:]
 
 
 @pytest.mark.parametrize("world", ["3", "4", *(pytest.param(world, marks=SLOW) for world in ("2", "5", "8"))])
@@ -46,13 +44,13 @@ def test_float32_states() -> None:
 
 def test_triton_under_the_interpreter() -> None:
     pytest.importorskip("triton")
-    exchange_ranks("2", "cpu", "triton", "float32", TRITON_INTERPRET="1", timeout=290)
+    exchange_ranks("2", "cpu", "triton", "float32", interpreted=True, timeout=290)
 
 
 @pytest.mark.parametrize("world", ["3", pytest.param("5", marks=SLOW)])
 def test_kernels_of_the_exchange(world: str) -> None:
     pytest.importorskip("triton")
-    exchange_ranks(world, "cpu", "torch", "float32", TRITON_INTERPRET="1", timeout=290)
+    exchange_ranks(world, "cpu", "torch", "float32", interpreted=True, timeout=290)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +60,7 @@ def test_kernels_of_the_exchange(world: str) -> None:
 def test_a_fault_in_the_kernels_of_the_exchange_is_seen(plant: str) -> None:
     pytest.importorskip("triton")
     with pytest.raises(AssertionError, match=r"AssertionError: all_gather .*: (output|key|value|query|theta): "):
-        exchange_ranks("3", "cpu", "torch", "float32", PLANT=plant, TRITON_INTERPRET="1")
+        exchange_ranks("3", "cpu", "torch", "float32", interpreted=True, PLANT=plant)
 
 
 LAYOUTS = {

@@ -106,7 +106,7 @@ def test_gradients_of_states_over_spans(monkeypatch):
 @inside
 @pytest.mark.parametrize("theta", [True, False])
 def test_spans(theta, monkeypatch):
-    """States that a span finds are added to its blocks'; the first span's, too, where the sequence goes on from a state."""
+    """Chains begin with what their spans find; the first one, too, where the sequence goes on from a state."""
     monkeypatch.setattr(triton_tables, "PROGRAMS", 10**6)
     inputs = make(1, 600, 1, 24, 20, theta=theta)
     table.check(inputs, torch.float32, "cpu")
@@ -203,6 +203,31 @@ def test_ranks_begin_with_a_state_and_give_one(theta):
         found.append([output, *after, *torch.autograd.grad(loss, asked)])
     for place, (wanted, actual) in enumerate(zip(*found, strict=True)):
         assert relative(actual.double(), wanted.double()) < 1e-5, place
+
+
+@inside
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_quick_interpreter_gives_the_plain_ones_bits(causal):
+    from triton.runtime import interpreter
+
+    from . import quick_interpreter
+
+    leaves = {name: x.bfloat16().requires_grad_() for name, x in make(1, 70, 1, 24, 20).items() if name != "theta"}
+    leaves["theta"] = make(1, 1, 1, 24, 20)["theta"].float().requires_grad_()
+
+    def run():
+        output = additive_scan(**leaves, cu_seqlens=torch.tensor([0, 5, 70]), causal=causal, backend="triton")
+        return [output, *torch.autograd.grad(output.float().square().sum(), list(leaves.values()))]
+
+    patch, quick = interpreter._patch_lang, run()
+    quick_interpreter.remove()
+    try:
+        assert interpreter._patch_lang is not patch
+        plain = run()
+    finally:
+        quick_interpreter.install()
+    assert all(torch.equal(one, two) for one, two in zip(quick, plain, strict=True))
+    assert all(torch.equal(one, two) for one, two in zip(run(), plain, strict=True))
 
 
 @inside
