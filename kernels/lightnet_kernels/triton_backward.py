@@ -7,9 +7,10 @@ With asked_t = phi_t dphi_t / s_t: dk_r = e^{k_r} (sum_{t>=r} phi_t c_tr <do_t, 
                          times exp(k), what the block's own normalisers take from dk
   grad[b, h, (2,) D, V]  what all queries after block b ask of the state that it leaves, in units of exp(-leave),
                          angle 0 at the block's first token
-  span_grad[p, h, (2,) D, V]  float32, what a span's own queries ask of the state that it finds, in units of exp(-enter)
-                         of its first block, angle 0 at its first token; after `scan_span_grads` what all later spans ask
-                         of the state that it leaves, in units of exp(-leave) of its last block, angle 0 at the token after
+  span_grad[p, h, (2,) D, V]  float32, what a span's own queries ask of the state that it finds (`triton_span_sums`), in
+                         units of exp(-enter) of its first block, angle 0 at its first token; after `scan_span_grads`
+                         what all later spans ask of the state that it leaves, in units of exp(-leave) of its last block,
+                         angle 0 at the token after
   pressure[b, h, D]      sum of `asked` over block b, in units of exp(-enter) (`own`); and, by `scan_pressure`, over all
                          that comes later, in units of exp(-leave)
 theta's gradient is the sum over tokens of torque times place. Places count from windows of WINDOW blocks, so that large
@@ -169,18 +170,15 @@ def chain_grads(
     x_ptr, g_ptr, spans_ptr, cos_ptr, sin_ptr, turn_ptr, kv_ptr, grad_ptr, enter_ptr, leave_ptr, moved_ptr, from_ptr,
     to_ptr, sdb, sdn, sdh, sgb, sgn, sgh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VB: tl.constexpr, BT: tl.constexpr,
-    LRPE: tl.constexpr, FROM: tl.constexpr, BLOCKS: tl.constexpr, TO: tl.constexpr, OP: tl.constexpr,
+    LRPE: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, OP: tl.constexpr,
     PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A span's blocks from the last to the first, from the gradient in `from` (FROM: 1, one a span, 2, one a sequence,
-    0, none). With BLOCKS every block's gradient is kept. TO: 1, the gradient of the state that the span finds is kept
-    for every span but each sequence's first, 3, for these too, 2, for each sequence's first alone. One program a (span,
-    head, slice of features and slice of VB value features)."""
+    """Every block's gradient, a span's blocks from the last to the first, from the gradient in `from` (FROM: 1, one a
+    span, 2, one a sequence, 0, none). TO: the gradient of the state that each sequence finds is kept in `to`. One program
+    a (span, head, slice of features and slice of VB value features)."""
     span = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     batch, first, length, block, place, sequence, _ = load_span(spans_ptr, span)
-    if TO == 1 and place == 0:  # nobody asks what came before
-        return
     step, vcol = tl.arange(0, BT), (tl.program_id(2) // NH) * VB + tl.arange(0, VB)
     col = (tl.program_id(2) % NH) * DH + tl.arange(0, DH)
     SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
@@ -216,10 +214,9 @@ def chain_grads(
             cos_turn, sin_turn = cos_on, sin_on
         else:
             real *= faded[:, None]
-        if BLOCKS:
-            store_matrix(grad_ptr + at * (SIZE // D), col, vcol, real, D, V, DH, VB)
-            if LRPE:
-                store_matrix(grad_ptr + at * (SIZE // D) + D * V, col, vcol, imag, D, V, DH, VB)
+        store_matrix(grad_ptr + at * (SIZE // D), col, vcol, real, D, V, DH, VB)
+        if LRPE:
+            store_matrix(grad_ptr + at * (SIZE // D) + D * V, col, vcol, imag, D, V, DH, VB)
         crossed = exp(enter - leave)[:, None]
         if LRPE:
             cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
@@ -230,16 +227,16 @@ def chain_grads(
         else:
             real = tl.dot(tl.trans(read), upstream, real * crossed, input_precision=PREC)
         unit = enter
-        if LRPE and BLOCKS:  # noqa: SIM102
+        if LRPE:  # noqa: SIM102
             if (place + i) % WINDOW == 0 and place + i > 0:
                 state = load_matrix(kv_ptr + at * (SIZE // D), col, vcol, D, V, DH, VB).to(tl.float32)
                 state_sin = load_matrix(kv_ptr + at * (SIZE // D) + D * V, col, vcol, D, V, DH, VB).to(tl.float32)
                 moved += tl.sum(state_sin * real - state * imag, 1) * (WINDOW * BT)
-    if LRPE and BLOCKS:
+    if LRPE:
         slices = (tl.num_programs(2) // NH) * span + tl.program_id(2) // NH
         store_vector(moved_ptr + (slices * H + head) * D, col, moved, D, DH)
-    if TO == 1 or TO == 3 or (TO == 2 and place == 0):
-        target = ((sequence if TO == 2 else span) * H + head) * SIZE
+    if TO and place == 0:
+        target = (sequence * H + head) * SIZE
         store_matrix(to_ptr + target, col, vcol, real, D, V, DH, VB)
         if LRPE:
             store_matrix(to_ptr + target + D * V, col, vcol, imag, D, V, DH, VB)

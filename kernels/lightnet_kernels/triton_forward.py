@@ -6,8 +6,9 @@ block, p a span, h a head:
   mass[b, h, D]          sum exp(k) of all earlier tokens of the sequence in units of exp(enter)
   flag[b, h]             1 where the block needs the exact form
   kv[b, h, (2,) D, V]    the state that the block finds, in units of exp(enter), angle 0 at its first token
-  span_kv[p, h, (2,) D, V]  float32, what a span adds, in units of exp(leave) of its last block, angle 0 at the token
-                         after it; after `scan_spans` what it finds, in units of exp(leave) of the block before it
+  span_kv[p, h, (2,) D, V]  float32, what a span adds (`triton_span_sums`), in units of exp(leave) of its last block,
+                         angle 0 at the token after it; after `scan_spans` what it finds, in units of exp(leave) of the
+                         block before it
 """
 
 # What Triton compiles is not quite Python: types change between uses.
@@ -181,18 +182,15 @@ def chain_states(
     k_ptr, v_ptr, spans_ptr, cos_ptr, sin_ptr, turn_ptr, kv_ptr, enter_ptr, leave_ptr, max0_ptr, max_ptr, from_ptr,
     to_ptr, skb, skn, skh, svb, svn, svh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VB: tl.constexpr, BT: tl.constexpr,
-    LRPE: tl.constexpr, FROM: tl.constexpr, BLOCKS: tl.constexpr, TO: tl.constexpr, OP: tl.constexpr,
+    LRPE: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, OP: tl.constexpr,
     PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A span's blocks in turn, from the kv in `from` (FROM: 1, one a span, 2, the initial one of each sequence, 0, none).
-    With BLOCKS every block's kv is kept. TO: 1, kv at the end is kept for every span, 2, for each sequence's last, in
-    units of exp(max). One program a (span, head, slice of features and slice of VB value features)."""
+    """Every block's kv, a span's blocks in turn, from the kv in `from` (FROM: 1, one a span, 2, the initial one of each
+    sequence, 0, none). TO: kv after each sequence's last token is kept in `to`, in units of exp(max). One program a
+    (span, head, slice of features and slice of VB value features)."""
     span = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     batch, first, length, block, _, sequence, last = load_span(spans_ptr, span)
-    if TO == 1 and not BLOCKS:  # noqa: SIM102
-        if last != 0:  # nobody asks what comes after
-            return
     step, vcol = tl.arange(0, BT), (tl.program_id(2) // NH) * VB + tl.arange(0, VB)
     col = (tl.program_id(2) % NH) * DH + tl.arange(0, DH)
     SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
@@ -228,10 +226,9 @@ def chain_states(
             cos_turn, sin_turn = cos_on, sin_on
         else:
             real *= faded[:, None]
-        if BLOCKS:
-            store_matrix(kv_ptr + at * (SIZE // D), col, vcol, real, D, V, DH, VB)
-            if LRPE:
-                store_matrix(kv_ptr + at * (SIZE // D) + D * V, col, vcol, imag, D, V, DH, VB)
+        store_matrix(kv_ptr + at * (SIZE // D), col, vcol, real, D, V, DH, VB)
+        if LRPE:
+            store_matrix(kv_ptr + at * (SIZE // D) + D * V, col, vcol, imag, D, V, DH, VB)
         moved = exp(enter - leave)[:, None]
         weight = exp(keys - leave[None, :])
         if LRPE:
@@ -243,11 +240,9 @@ def chain_states(
             real = tl.dot(tl.trans(weight.to(OP)), value, real * moved, input_precision=PREC)
         unit = leave
         at += H * D
-    if TO == 1 or (TO == 2 and last != 0):
-        target = ((span if TO == 1 else sequence) * H + head) * SIZE
-        faded = tl.full([DH], 1.0, tl.float32)
-        if TO == 2:
-            faded = exp(unit - load_vector(max_ptr + (sequence * H + head) * D, col, D, DH))
+    if TO and last != 0:
+        target = (sequence * H + head) * SIZE
+        faded = exp(unit - load_vector(max_ptr + (sequence * H + head) * D, col, D, DH))
         if LRPE:
             count = length - (tl.cdiv(length, BT) - 1) * BT
             cos_turn = load_vector(turn_ptr + (head * (BT + 1) + count) * (2 * D), col, D, DH)
@@ -323,61 +318,6 @@ def scan_spans(
             store_matrix(total_ptr + state * SIZE, row, vcol, real * faded, D, V, BD, VP)
             if LRPE:
                 store_matrix(total_ptr + state * SIZE + D * V, row, vcol, imag * faded, D, V, BD, VP)
-
-
-@triton.jit
-def add_spans(
-    kv_ptr, from_ptr, spans_ptr, enter_ptr, leave_ptr, theta_ptr, turn_ptr, max0_ptr, unit_ptr, parts, H,
-    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, LRPE: tl.constexpr,
-    INITIAL: tl.constexpr,
-):  # fmt: skip
-    """To every block's kv, which knows only its own span's tokens, what the span finds, `from`: the same moved to the
-    block. `unit`: enter of the blocks when they were summed, if it was another. One program a (span, head, slice of BD
-    features and part of the blocks)."""
-    span, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slices = tl.cdiv(D, BD)
-    row, vcol = (tl.program_id(2) % slices) * BD + tl.arange(0, BD), tl.arange(0, VP)
-    _, _, length, block, place, sequence, _ = load_span(spans_ptr, span)
-    if not INITIAL:  # noqa: SIM102
-        if place == 0:  # finds nothing
-            return
-    SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
-    unit = load_vector(leave_ptr + (tl.maximum(block - 1, 0) * H + head) * D, row, D, BD)
-    if INITIAL:  # noqa: SIM102
-        if place == 0:
-            unit = load_vector(max0_ptr + (sequence * H + head) * D, row, D, BD)
-            if tl.max(unit, 0) == float("-inf"):  # a state of no token
-                return
-    source = from_ptr + (span * H + head) * SIZE
-    real = load_matrix(source, row, vcol, D, V, BD, VP)
-    count = tl.cdiv(length, BT)
-    each = tl.cdiv(count, parts)
-    begin = (tl.program_id(2) // slices) * each
-    if LRPE:
-        imag = load_matrix(source + D * V, row, vcol, D, V, BD, VP)
-        angle = (begin * BT).to(tl.float64) * load_vector(theta_ptr + head * D, row, D, BD).to(tl.float64)
-        cos, sin = tl.cos(angle).to(tl.float32), tl.sin(angle).to(tl.float32)
-        cos_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D), row, D, BD)
-        sin_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D) + D, row, D, BD)
-    for i in range(begin, tl.minimum(begin + each, count)):
-        at = ((block + i) * H + head) * D
-        enter = load_vector(enter_ptr + at, row, D, BD)
-        faded = fade(unit, enter)
-        target = kv_ptr + at * (SIZE // D)
-        own = load_matrix(target, row, vcol, D, V, BD, VP).to(tl.float32)
-        if unit_ptr is not None:
-            rescaled = fade(load_vector(unit_ptr + at, row, D, BD), enter)[:, None]
-            own *= rescaled
-        if LRPE:
-            own_imag = load_matrix(target + D * V, row, vcol, D, V, BD, VP).to(tl.float32)
-            if unit_ptr is not None:
-                own_imag *= rescaled
-            moved, moved_imag = turned(real, imag, cos * faded, sin * faded)
-            store_matrix(target, row, vcol, own + moved, D, V, BD, VP)
-            store_matrix(target + D * V, row, vcol, own_imag + moved_imag, D, V, BD, VP)
-            cos, sin = cos * cos_on - sin * sin_on, sin * cos_on + cos * sin_on
-        else:
-            store_matrix(target, row, vcol, own + real * faded[:, None], D, V, BD, VP)
 
 
 @triton.jit

@@ -3,14 +3,15 @@
 Forward: chains of blocks leave the state that every block finds (`chain_states`), then all blocks give their outputs at
 once. Backward (`triton_scan_grads`): queries, all blocks at once; chains from the end with gradients; then keys, then
 values, all blocks at once. Where sequences are long and heads few a sequence is cut into spans, whose chains do not wait
-for one another: what a span finds is added to its blocks' states after; backward its chains run twice. Nothing waits for
-the device; a new cut into blocks is sent to it once. For the backward pass the inputs and the blocks' states are kept:
-one state for every BLOCK tokens, in the operands' dtype. Ranks that share a sequence: `triton_scan_ranks`.
+for one another: what each adds, backward what it asks, is summed before (`triton_span_sums`). Nothing waits for the
+device; a new cut into blocks is sent to it once. For the backward pass the inputs and the blocks' states are kept: one
+state for every BLOCK tokens, in the operands' dtype. Ranks that share a sequence: `triton_scan_ranks`.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import triton_forward as forward_kernels
+from . import triton_span_sums as span_kernels
 from .state import ScanState
 from .triton_launch import launch
 from .triton_parts import BLOCK
@@ -27,7 +29,6 @@ from .triton_tables import Tables, tables
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SLICE = 64  # DH
 LANES = 32  # features that one program of a scan over blocks looks at
-ADDERS = 2048  # programs that move what spans find to their blocks
 EXACT = 32  # (block, head) that one program of the exact form looks at
 
 
@@ -59,6 +60,11 @@ class Shape(NamedTuple):
         return 64 if self.double or self.wide else self.value_width
 
     @property
+    def sum_slice(self) -> int:
+        """Value features of one program of `span_sums`."""
+        return 64 if self.wide else self.value_width
+
+    @property
     def chains(self) -> int:
         """Programs that share a span of one head."""
         return self.slices * parts(self.V, self.value_slice)
@@ -71,7 +77,11 @@ class Shape(NamedTuple):
     def of(self, name: str) -> dict[str, Any]:
         """Arguments of a kernel of blocks: widths, operands, and how it is launched, by rule: nothing is tuned."""
         rule = LAUNCH[name][1 if self.double else 0]
-        values = {"VB": self.value_slice} if name.startswith("chain") else {"VP": self.value_width}
+        values = {"VP": self.value_width}
+        if name in ("chain_states", "chain_grads"):
+            values = {"VB": self.value_slice}
+        elif name == "span_sums":
+            values = {"VB": self.sum_slice}
         return {
             "D": self.D, "V": self.V, "DH": SLICE, "NH": self.slices, "BT": BLOCK, **values, "LRPE": self.double,
             "OP": tl.float32 if self.wide else tl.bfloat16, "PREC": "tf32x3" if self.wide else "ieee",
@@ -85,8 +95,9 @@ class Shape(NamedTuple):
 
     def rows_at_once(self, table: Tables) -> dict[str, int]:
         """Blocks that a scan over a sequence's blocks takes at once, and its warps."""
-        long = table.blocks.shape[0] > 64 * table.lengths.shape[0]
-        return {"ROWS": 64, "num_warps": 4} if long else {"ROWS": 16, "num_warps": 1}
+        blocks = table.blocks.shape[0] / max(1, table.lengths.shape[0])
+        rows, warps = next(value for most, value in ROWS.items() if blocks <= most)
+        return {"ROWS": rows, "num_warps": warps}
 
     def of_states(self) -> dict[str, Any]:
         """Arguments of a scan over spans."""
@@ -101,6 +112,8 @@ class Rule(NamedTuple):
     warps: int = 4
 
 
+# Blocks of a sequence, at most: rows that a scan over them takes at once, and its warps.
+ROWS = {64: (16, 1), 1024: (64, 4), math.inf: (256, 8)}
 # Without and with LRPE, as measured (benchmarks/LOG.md).
 LAUNCH = {
     "chain_states": (Rule(3), Rule(2)),
@@ -109,6 +122,7 @@ LAUNCH = {
     "chain_grads": (Rule(3), Rule(2)),
     "key_grads": (Rule(2), Rule(1)),
     "value_grads": (Rule(3), Rule(2)),
+    "span_sums": (Rule(3, 8), Rule(2, 8)),
 }
 
 
@@ -174,7 +188,7 @@ def span_moves(theta: Tensor | None, table: Tables) -> Tensor | None:
 class Blocks(NamedTuple):
     """What every block finds, see `triton_forward`; kept for the backward pass."""
 
-    kv: Tensor
+    kv: Any  # a tensor, or None before states are
     enter: Tensor
     leave: Tensor
     mass: Tensor
@@ -188,12 +202,21 @@ class Blocks(NamedTuple):
         return Angles(self.cos, self.sin, self.turn)
 
 
-def empty_blocks(shape: Shape, blocks: int, device: torch.device) -> Blocks:
-    heads = shape.heads
-    kv = torch.empty(blocks, heads, shape.rows, shape.V, dtype=shape.operand, device=device)
-    enter, leave, mass = (torch.empty(blocks, heads, shape.D, device=device) for _ in range(3))
-    flag = torch.zeros(blocks, heads, dtype=torch.int32, device=device)
-    return Blocks(kv, enter, leave, mass, flag, *empty_angles(shape, device))
+def empty_units(shape: Shape, blocks: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """enter, leave and mass; flag, 0."""
+    enter, leave, mass = (torch.empty(blocks, shape.heads, shape.D, device=device) for _ in range(3))
+    return enter, leave, mass, torch.zeros(blocks, shape.heads, dtype=torch.int32, device=device)
+
+
+def empty_blocks(shape: Shape, blocks: int, device: torch.device, angles: Angles | None = None) -> Blocks:
+    """angles: those that are already there."""
+    kv = torch.empty(blocks, shape.heads, shape.rows, shape.V, dtype=shape.operand, device=device)
+    return Blocks(kv, *empty_units(shape, blocks, device), *(angles or empty_angles(shape, device)))
+
+
+def empty_spans(shape: Shape, table: Tables, device: torch.device) -> Tensor:
+    """A state for every span, float32."""
+    return torch.empty(table.spans.shape[0], shape.heads, shape.rows, shape.V, device=device)
 
 
 def fill_units(
@@ -205,7 +228,7 @@ def fill_units(
     final: tuple[Tensor | None, ...],
 ) -> None:
     """enter, leave, mass and flag of all blocks, from the initial maxima and sums and to the final ones, each if given."""
-    kernels, (_, enter, leave, mass, flag) = forward_kernels, found[:5]
+    kernels, (enter, leave, mass, flag) = forward_kernels, found[1:5]
     launch(kernels.block_peaks, (table.blocks.shape[0], shape.heads))(
         key, table.blocks, enter, leave, mass, *strides(key), shape.heads,
         D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, num_warps=2,
@@ -241,22 +264,15 @@ def move_spans(
     )  # fmt: skip
 
 
-def add_spans(
-    held: Tensor,
-    theta: Tensor | None,
-    shape: Shape,
-    table: Tables,
-    found: Blocks,
-    top: Tensor | None,
-    units: Tensor | None = None,
-) -> None:
-    """`triton_forward.add_spans`; `top`: the initial maxima, if spans are moved from initial states."""
-    arguments, spans = shape.of_states(), table.spans.shape[0]
-    slices = parts(shape.D, arguments["BD"])
-    cuts = max(1, min(table.span, ADDERS // (spans * shape.heads * slices)))
-    launch(forward_kernels.add_spans, (spans, shape.heads, slices * cuts))(
-        found.kv, held, table.spans, found.enter, found.leave, theta, found.turn, top, units, cuts, shape.heads,
-        BT=BLOCK, INITIAL=top is not None, **arguments,
+def sum_spans(
+    x: Tensor, y: Tensor, theta: Tensor | None, shape: Shape, table: Tables, found: Blocks, sums: Tensor,
+    **which: bool,
+) -> None:  # fmt: skip
+    """`triton_span_sums.span_sums`, into `sums`."""
+    programs = shape.slices * parts(shape.V, shape.sum_slice)
+    launch(span_kernels.span_sums, (table.spans.shape[0], shape.heads, programs))(
+        x, y, table.spans, *found.angles, theta, found.enter, found.leave, sums, *strides(x, y), shape.heads,
+        **which, **shape.of("span_sums"),
     )  # fmt: skip
 
 
@@ -269,12 +285,12 @@ def chain_states(
     tops: tuple[Tensor | None, Tensor | None],
     before: Tensor | None,
     after: Tensor | None,
-    **which: int,
+    FROM: int,
 ) -> None:
     """`triton_forward.chain_states`; tops: the initial and the final maxima."""
     launch(forward_kernels.chain_states, (table.spans.shape[0], shape.heads, shape.chains))(
         key, value, table.spans, *found.angles, found.kv, found.enter, found.leave, *tops, before, after,
-        *strides(key, value), shape.heads, **which, **shape.of("chain_states"),
+        *strides(key, value), shape.heads, FROM=FROM, TO=after is not None, **shape.of("chain_states"),
     )  # fmt: skip
 
 
@@ -297,21 +313,16 @@ def block_states(
     top, total, last = final or (None,) * 3
     fill_units(key, shape, table, found, (max0, sum0), (top, total))
 
-    def run(before: Tensor | None, after: Tensor | None, **which: int) -> None:
-        chain_states(key, value, shape, table, found, (max0, top), before, after, **which)
+    def run(before: Tensor | None, after: Tensor | None, FROM: int) -> None:
+        chain_states(key, value, shape, table, found, (max0, top), before, after, FROM)
 
-    to = 0 if final is None else 2
     if not table.chained:
-        run(kv0, last, FROM=0 if initial is None else 2, BLOCKS=1, TO=to)
+        run(kv0, last, FROM=0 if initial is None else 2)
         return found
-    held = torch.empty(table.spans.shape[0], heads, shape.rows, shape.V, device=key.device)
-    once = final is None  # else the last chains have more to do
-    run(None, held, FROM=0, BLOCKS=int(once), TO=1)
+    held = empty_spans(shape, table, key.device)
+    sum_spans(key, value, theta, shape, table, found, held, KEYS=True, ALL=False)
     move_spans(held, theta, shape, table, found, (max0, kv0))
-    if not once:
-        run(held, last, FROM=1, BLOCKS=1, TO=to)
-    else:
-        add_spans(held, theta, shape, table, found, max0)
+    run(held, last, FROM=1)
     return found
 
 

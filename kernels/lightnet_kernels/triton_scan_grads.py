@@ -16,11 +16,13 @@ from .triton_scan import (
     LANES,
     Blocks,
     Shape,
+    empty_spans,
     parts,
     rows_of,
     shape_of,
     span_moves,
     strides,
+    sum_spans,
     tables_of,
     triangle,
 )
@@ -71,15 +73,15 @@ def ask(
 
 
 def chain_grads(
-    asked: Asked, grad: Tensor, shape: Shape, table: Tables, found: Blocks, block_grads: Tensor | None,
-    before: Tensor | None, after: Tensor | None, **which: int,
+    asked: Asked, grad: Tensor, shape: Shape, table: Tables, found: Blocks, block_grads: Tensor,
+    before: Tensor | None, after: Tensor | None, FROM: int,
 ) -> None:  # fmt: skip
     """`triton_backward.chain_grads`."""
     blocks, spans = table.blocks.shape[0], table.spans.shape[0]
     moved = None if asked.torque is None else asked.torque[2 * blocks :]
     launch(kernels.chain_grads, (spans, shape.heads, shape.chains))(
         asked.x, grad, table.spans, *found.angles, found.kv, block_grads, found.enter, found.leave, moved, before, after,
-        *strides(asked.x, grad), shape.heads, **which, **shape.of("chain_grads"),
+        *strides(asked.x, grad), shape.heads, FROM=FROM, TO=after is not None, **shape.of("chain_grads"),
     )  # fmt: skip
 
 
@@ -178,18 +180,14 @@ def backward(
     block_grads = torch.empty_like(found.kv)
     last_kv, last_pressure = (None, None) if final is None else asked_at_the_end(final, shape, table, found)
     asked = ask(grad, query, key, value, grad_query, grad_key, shape, table, found, silu, final is not None)
-    to = 0 if first is None else 2
-
-    def run(before: Tensor | None, after: Tensor | None, **which: int) -> None:
-        chain_grads(asked, grad, shape, table, found, block_grads, before, after, **which)
-
     if not table.chained:
-        run(last_kv, first, FROM=0 if last_kv is None else 2, BLOCKS=1, TO=to)
+        source = 0 if last_kv is None else 2
+        chain_grads(asked, grad, shape, table, found, block_grads, last_kv, first, source)
     else:
-        held = torch.empty(table.spans.shape[0], heads, shape.rows, shape.V, device=device)
-        run(None, held, FROM=0, BLOCKS=0, TO=1)
+        held = empty_spans(shape, table, device)
+        sum_spans(asked.x, grad, theta, shape, table, found, held, KEYS=False, ALL=False)
         move_span_grads(held, theta, shape, table, found, last_kv)
-        run(held, first, FROM=1, BLOCKS=1, TO=to)
+        chain_grads(asked, grad, shape, table, found, block_grads, held, first, FROM=1)
         del held
     pressure = scan_pressure(asked, shape, table, found, last_pressure, pushed)
     grad_value = grads.next()  # no sooner: spans held states meanwhile

@@ -1,10 +1,10 @@
 """The Triton causal scan of a rank that shares its sequences with others: its own state first, its outputs after.
 
 A rank's state must leave before anything of other ranks is known, and what they ask of it comes back after its queries are
-done. So each pass has two halves, and between them states travel; every kernel over tokens still runs once, as alone:
+done. So each pass has two halves, and between them states travel; kernels are those of a scan of several spans:
 
-    forward   `_own`: blocks' states from the rank's own tokens, and the state after them
-              `_outputs`: these moved on by what came before (as what a span finds is added to its blocks), outputs
+    forward   `_own`: what the rank's spans add, and the state after all of them
+              `_outputs`: with what came before, what its spans and blocks find; outputs
     backward  `_ask`: gradients of queries, and what they ask of all that came before
               `_answer`: with what later ranks ask of the rank's own state, gradients of keys, values and theta
 
@@ -23,18 +23,22 @@ from .state import ScanState
 from .triton_launch import compiled_together
 from .triton_replay import replayed
 from .triton_scan import (
+    Angles,
     Blocks,
     Shape,
-    add_spans,
     chain_states,
+    empty_angles,
     empty_blocks,
+    empty_spans,
     empty_states,
+    empty_units,
     fill_angles,
     fill_outputs,
     fill_units,
     move_spans,
     rows_of,
     shape_of,
+    sum_spans,
     tables_of,
 )
 from .triton_scan_grads import (
@@ -132,11 +136,10 @@ class _Outputs(torch.autograd.Function):
         own, pass_.own = pass_.own, None
         assert own is not None
         start = tuple(x.contiguous() for x in (top, total, kv))
-        blocks, _, _, _, *angles = own
-        output, *units = _replay_outputs(query, key, value, theta, *start, *own, pass_.bounds, pass_.silu)
+        output, *found = _replay_outputs(query, key, value, theta, *start, *own, pass_.bounds, pass_.silu)
         ctx.pass_ = pass_
         moved = start[2] if ctx.needs_input_grad[4] else None  # theta's gradient alone reads it
-        ctx.save_for_backward(query, key, value, theta, start[0], moved, blocks, *units, *angles)
+        ctx.save_for_backward(query, key, value, theta, start[0], moved, *found, *own[2:])
         return output
 
     @staticmethod
@@ -182,18 +185,20 @@ def _together(name: str, run: Any, arguments: tuple[Any, ...], query: Tensor, va
 
 
 def _own(key: Tensor, value: Tensor, theta: Tensor | None, bounds: Any) -> tuple[Tensor | None, ...]:
-    """The state after all tokens: max, sum, kv; blocks' kv within their spans, what spans add, enter, leave, angles."""
+    """The state after all tokens: max, sum, kv; what spans add, the blocks' leave that it is in units of, angles."""
     shape, table = _sizes(key, value, theta, bounds, False)
     key, value = rows_of(key), rows_of(value)
     top, total, kv = empty_states(shape, table.lengths.shape[0], key.device)
-    found = empty_blocks(shape, table.blocks.shape[0], key.device)
-    held = torch.empty(table.spans.shape[0], shape.heads, shape.rows, shape.V, device=key.device)
+    angles = empty_angles(shape, key.device)
+    held = empty_spans(shape, table, key.device)
+    units = empty_units(shape, table.blocks.shape[0], key.device)
     if table.blocks.shape[0] and shape.heads:
-        fill_angles(theta, shape, found.angles)
+        found = Blocks(None, *units, *angles)
+        fill_angles(theta, shape, angles)
         fill_units(key, shape, table, found, (None, None), (top, total))
-        chain_states(key, value, shape, table, found, (None, None), None, held, FROM=0, BLOCKS=1, TO=1)
+        sum_spans(key, value, theta, shape, table, found, held, KEYS=True, ALL=True)
         move_spans(held, theta, shape, table, found, (None, None), total=(top, kv))
-    return top, total, kv, found.kv, held, found.enter, found.leave, *found.angles
+    return top, total, kv, held, units[1], *angles
 
 
 def _run_own(*arguments: Any) -> Any:
@@ -205,21 +210,20 @@ _replay_own = replayed(_run_own, _sizes_of_keys, shared=True)
 
 def _outputs(
     query: Tensor, key: Tensor, value: Tensor, theta: Tensor | None, top: Tensor, total: Tensor, start: Tensor,
-    kv: Tensor, held: Tensor, enter: Tensor, leave: Tensor, cos: Any, sin: Any, turn: Any, bounds: Any, silu: bool,
+    held: Tensor, leave: Tensor, cos: Any, sin: Any, turn: Any, bounds: Any, silu: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The output; enter, leave, mass and flag of blocks. Writes `kv`, what blocks find, and `held`."""
+    """The output; kv, enter, leave, mass and flag of blocks. Writes `held`."""
     shape, table = _sizes(query, value, theta, bounds, silu)
     query, key, value = rows_of(query), rows_of(key), rows_of(value)
     output = torch.empty_like(value, memory_format=torch.contiguous_format)
-    flag = torch.zeros(kv.shape[:2], dtype=torch.int32, device=kv.device)
-    enters, leaves, mass = (torch.empty_like(enter) for _ in range(3))
-    found = Blocks(kv, enters, leaves, mass, flag, cos, sin, turn)
-    if table.blocks.shape[0] and shape.heads:
+    blocks = table.blocks.shape[0]
+    found = empty_blocks(shape, blocks, key.device, Angles(cos, sin, turn))
+    if blocks and shape.heads:
         fill_units(key, shape, table, found, (top, total), (None, None))
         move_spans(held, theta, shape, table, found, (top, start), leave)
-        add_spans(held, theta, shape, table, found, top, enter)
+        chain_states(key, value, shape, table, found, (top, None), held, None, FROM=1)
         fill_outputs(query, key, value, output, shape, table, found, silu)
-    return output, *found[1:5]
+    return output, *found[:5]
 
 
 def _run_outputs(*arguments: Any) -> Any:
@@ -244,12 +248,12 @@ def _ask(
     first = new(sequences, heads, shape.rows, shape.V, device=device)
     pushed = new(sequences, heads, shape.D, device=device)
     grad_key = torch.empty_like(key, memory_format=torch.contiguous_format)
-    held = torch.empty(table.spans.shape[0], heads, shape.rows, shape.V, device=device)
+    held = empty_spans(shape, table, device)
     if not some:
         return torch.zeros_like(query), pushed, first, grad_key, held, torch.empty_like(grad), None, mass, None
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     asked = ask(grad, query, key, value, grad_query, grad_key, shape, table, found, silu, moves=True)
-    chain_grads(asked, grad, shape, table, found, None, None, held, FROM=0, BLOCKS=0, TO=3)
+    sum_spans(asked.x, grad, theta, shape, table, found, held, KEYS=False, ALL=True)
     move_span_grads(held, theta, shape, table, found, None, first)
     scan_pressure(asked, shape, table, found, None, pushed)
     asked_at_the_start(first, pushed, top, shape, table, found, None)
@@ -282,7 +286,7 @@ def _answer(
     last_kv, last_pressure = asked_at_the_end(final, shape, table, found)
     move_span_grads(held, theta, shape, table, found, last_kv)
     block_grads = torch.empty_like(kv)
-    chain_grads(asked, grad, shape, table, found, block_grads, held, None, FROM=1, BLOCKS=1, TO=0)
+    chain_grads(asked, grad, shape, table, found, block_grads, held, None, FROM=1)
     pressure = scan_pressure(asked, shape, table, found, last_pressure, None)
     answer(asked, pressure, block_grads, grad, query, key, value, grad_key, grad_value, shape, table, found, silu)
     if kv0 is None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 PROGRAMS = 264  # chains that fill the multiprocessors of a large card twice
+LONG = 256  # blocks of a span from which there are
+WAVES = 4  # times as many spans: their sums fill the card, too
 WINDOW = 4  # blocks, see `triton_backward`
 
 
@@ -51,7 +53,10 @@ def tables(
     )
     ideal = max(2 * WINDOW, int(counts.sum()) * chains / PROGRAMS)
     longest = int(counts.max()) if len(counts) else 0
-    span = -(-longest // max(1, round(longest / ideal)))  # equal spans: a short one would be a wave of its own
+    cuts = max(1, round(longest / ideal))
+    if cuts > 1 and ideal >= LONG:
+        cuts *= WAVES
+    span = -(-longest // cuts)  # equal spans: a short one would be a wave of its own
     span = max(WINDOW, -(-span // WINDOW) * WINDOW)
     span_counts, owner, place = _parts(lengths, span * block)
     spans = torch.stack(

@@ -1,0 +1,75 @@
+"""Triton kernel of the causal additive scan: what a span adds to the state, or asks of it, as one product over its tokens.
+
+Every span but one of a long sequence waits for a state. The sums of all spans are found at once, a scan over spans makes of them
+what each finds (`triton_forward.scan_spans`, `triton_backward_states.scan_span_grads`), and chains begin there. No state is
+handed from block to block here: a span's keys are in one unit, and are themselves turned to the place where the sum is wanted.
+"""
+
+# What Triton compiles is not quite Python: types change between uses.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_forward import load_span
+from .triton_parts import exp, load_angles, load_keys, load_rows, load_vector, store_matrix
+
+
+@triton.jit
+def span_sums(
+    x_ptr, y_ptr, spans_ptr, cos_ptr, sin_ptr, turn_ptr, theta_ptr, enter_ptr, leave_ptr, to_ptr,
+    sxb, sxn, sxh, syb, syn, syh, H,
+    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VB: tl.constexpr, BT: tl.constexpr,
+    LRPE: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """KEYS: of keys x and values y what the span adds, span_kv of `triton_forward`; else of `x` of `triton_backward` and
+    gradients y what its queries ask, span_grad. Without ALL not for spans of which nobody asks it: each sequence's last,
+    or first. One program a (span, head, slice of features and slice of VB value features)."""
+    span, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, first, length, block, place, _, last = load_span(spans_ptr, span)
+    if not ALL:  # noqa: SIM102
+        if (last != 0) if KEYS else (place == 0):
+            return
+    step, vcol = tl.arange(0, BT), (tl.program_id(2) // NH) * VB + tl.arange(0, VB)
+    col = (tl.program_id(2) % NH) * DH + tl.arange(0, DH)
+    x_ptr += batch * sxb + head * sxh
+    y_ptr += batch * syb + head * syh
+    blocks = tl.cdiv(length, BT)
+    real = tl.zeros([DH, VB], tl.float32)
+    imag = tl.zeros([DH, VB], tl.float32)
+    if KEYS:
+        unit = load_vector(leave_ptr + ((block + blocks - 1) * H + head) * D, col, D, DH)
+    else:
+        unit = load_vector(enter_ptr + (block * H + head) * D, col, D, DH)
+    if LRPE:
+        theta = load_vector(theta_ptr + head * D, col, D, DH).to(tl.float64)
+        angle = (length if KEYS else length * 0).to(tl.float64) * theta
+        cos_first, sin_first = tl.cos(angle).to(tl.float32), -tl.sin(angle).to(tl.float32)  # of a block's first token
+        cos_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D), col, D, DH)
+        sin_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D) + D, col, D, DH)
+    for i in tl.range(0, blocks, num_stages=STAGES):
+        present = i * BT + step < length
+        row = first + i * BT
+        y = load_rows(y_ptr + row * syn, step, syn, vcol, present, V, VB).to(OP)
+        if KEYS:
+            factor = exp(load_keys(x_ptr + row * sxn, step, sxn, col, present, D, DH) - unit[None, :])
+        else:
+            factor = load_rows(x_ptr + row * sxn, step, sxn, col, present, D, DH).to(tl.float32)
+            factor *= exp(unit - load_vector(enter_ptr + ((block + i) * H + head) * D, col, D, DH))[None, :]
+        if LRPE:
+            cos = load_angles(cos_ptr, head, step, col, D, DH, BT).to(tl.float32)
+            sin = load_angles(sin_ptr, head, step, col, D, DH, BT).to(tl.float32)
+            x_cos = factor * (cos * cos_first[None, :] - sin * sin_first[None, :])
+            x_sin = factor * (sin * cos_first[None, :] + cos * sin_first[None, :])
+            real = tl.dot(tl.trans(x_cos.to(OP)), y, real, input_precision=PREC)
+            imag = tl.dot(tl.trans(x_sin.to(OP)), y, imag, input_precision=PREC)
+            cos_first, sin_first = cos_first * cos_on - sin_first * sin_on, sin_first * cos_on + cos_first * sin_on
+        else:
+            real = tl.dot(tl.trans(factor.to(OP)), y, real, input_precision=PREC)
+    target = to_ptr + (span * H + head) * ((2 if LRPE else 1) * D * V)
+    store_matrix(target, col, vcol, real, D, V, DH, VB)
+    if LRPE:
+        store_matrix(target + D * V, col, vcol, imag, D, V, DH, VB)
