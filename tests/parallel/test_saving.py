@@ -1,6 +1,7 @@
 """Saving beside training and against faults: what was saved before is whole, and the run ends or goes on as said."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,12 @@ def resumed_from(step: int, ranks: Ranks, world: int, tiny: Path, overrides: lis
     return steps_of(ranks.train(world, tiny, [*COMMON, *overrides], tmp, "run"), *FIELDS)
 
 
+@pytest.fixture(scope="module")
+def two_ranks(ranks: Ranks, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Any, ...]]:
+    """The run of two ranks to which nothing happened."""
+    return steps_of(ranks.train(2, tiny, COMMON, tmp_path_factory.mktemp("two"), "whole"), *FIELDS)
+
+
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
 def test_an_asynchronous_checkpoint_holds_its_own_step(name: str, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """Files are written slowly while training goes on, and yet hold the step at which they were taken."""
@@ -72,7 +79,9 @@ def test_the_step_time_while_saving_is_reported(ranks: Ranks, tiny: Path, tmp_pa
 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("plant", ["fail_second_save_on_rank_one", "limit_files_on_rank_one"])
-def test_a_full_disk_leaves_the_one_before(plant: str, later: bool, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_one_before(
+    plant: str, later: bool, ranks: Ranks, tiny: Path, tmp_path: Path, two_ranks: dict[int, tuple[Any, ...]]
+) -> None:
     arguments = ["--config", str(tiny), f"train.output={tmp_path}", "train.name=run", *COMMON]
     arguments += [ASYNC] if later else []
     if plant.startswith("limit"):  # the first checkpoint is of a start without the limit
@@ -84,8 +93,7 @@ def test_a_full_disk_leaves_the_one_before(plant: str, later: bool, ranks: Ranks
     assert "error: rank 1: checkpoint of step 6 could not be written" in texts[1]
     assert checkpoints(tmp_path / "run") == ["step_00000003"]
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_00000003"
-    whole = steps_of(ranks.train(2, tiny, COMMON, tmp_path, "whole"), *FIELDS)
-    assert steps_of(ranks.train(2, tiny, COMMON, tmp_path, "run"), *FIELDS) == whole
+    assert steps_of(ranks.train(2, tiny, COMMON, tmp_path, "run"), *FIELDS) == two_ranks
 
 
 def test_metrics_that_cannot_be_written_end_the_run_with_a_checkpoint(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
@@ -123,15 +131,16 @@ def test_a_checkpoint_that_lacks_a_file_is_none(
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_killed_while_saving_leaves_the_one_before(later: bool, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+def test_killed_while_saving_leaves_the_one_before(
+    later: bool, ranks: Ranks, tiny: Path, tmp_path: Path, two_ranks: dict[int, tuple[Any, ...]]
+) -> None:
     arguments = ["--config", str(tiny), f"train.output={tmp_path}", "train.name=run", *COMMON]
     codes = ranks.run(2, [*arguments, *([ASYNC] if later else [])], tmp_path / "log", plant="die_in_second_save")
     assert -9 in codes and 0 not in codes
     root = tmp_path / "run" / "checkpoints"
     assert checkpoints(tmp_path / "run") == ["step_00000003"] and (root / ".step_00000006.partial").is_dir()
     assert (root / "latest").read_text().strip() == "step_00000003"
-    whole = steps_of(ranks.train(2, tiny, COMMON, tmp_path, "whole"), *FIELDS)
-    assert steps_of(ranks.train(2, tiny, COMMON, tmp_path, "run"), *FIELDS) == whole
+    assert steps_of(ranks.train(2, tiny, COMMON, tmp_path, "run"), *FIELDS) == two_ranks
     assert not list(root.glob(".step*"))
 
 
