@@ -2,23 +2,25 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import Ranks, read_metrics, steps_of
 
 FIELDS = ("loss", "grad_norm", "learning_rate", "samples", "batch_checksum", "tokens")
+LARGE = "train.micro_batch=4"  # two of them a step, where one replica would make four
 CASES = {
-    "plain": (1, ["parallel.zero_stage=0"]),
+    "plain": (1, ["parallel.zero_stage=0", LARGE]),
     "zero1_dp2": (2, []),
     "zero2_dp2": (2, ["parallel.zero_stage=2"]),
     "zero3_dp2": (2, ["parallel.zero_stage=3"]),
-    "tp2": (2, ["parallel.tensor=2"]),
+    "tp2": (2, ["parallel.tensor=2", LARGE]),
     "pp2": (2, ["parallel.pipeline=2"]),
-    "bf16": (1, ["train.precision=bf16"]),
+    "bf16": (1, ["train.precision=bf16", LARGE]),
     "bf16_zero3": (2, ["train.precision=bf16", "parallel.zero_stage=3"]),
     "bf16_pp2": (2, ["train.precision=bf16", "parallel.pipeline=2"]),
-    "sp2": (2, ["parallel.sequence=2"]),
+    "sp2": (2, ["parallel.sequence=2", LARGE]),
     "tp2_token_shards": (2, ["parallel.tensor=2", "parallel.tensor_sequence_parallel=true"]),
     "ramp": (1, ["train.batch_ramp=[{until_step: 3, batch: 2},{until_step: 9, batch: 4}]"]),
 }
@@ -33,11 +35,12 @@ def test_resumed_equals_unstopped(name: str, ranks: Ranks, tiny: Path, tmp_path:
     """Stopped inside warm-up (step 2) and again at step 9, in fresh processes."""
     world, overrides = CASES[name]
     overrides = [*overrides, *DROPOUT, "train.resume=auto"]
-    whole = steps_of(ranks.train(world, tiny, overrides, tmp_path, "whole"), *FIELDS)
-    for stop in (2, 9, 20):
+    end = 12
+    whole = steps_of(ranks.train(world, tiny, [*overrides, f"train.stop_at_step={end}"], tmp_path, "whole"), *FIELDS)
+    for stop in (2, 9, end):
         rows = ranks.train(world, tiny, [*overrides, f"train.stop_at_step={stop}"], tmp_path, "pieces")
     pieces = steps_of(rows, *FIELDS)
-    assert list(pieces) == list(range(1, 21))
+    assert list(pieces) == list(range(1, end + 1))
     assert pieces == whole
 
 
@@ -61,11 +64,19 @@ def _damage_last_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
+SIX = ["train.steps=6", "train.resume=auto", "checkpoint.interval=2"]
+
+
+@pytest.fixture(scope="module")
+def six_steps(ranks: Ranks, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Any, ...]]:
+    return steps_of(ranks.train(1, tiny, SIX, tmp_path_factory.mktemp("six"), "whole"), *FIELDS)
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no_manifest", "half_written"])
-def test_damaged_checkpoint_is_passed_over(damage: str, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
-    overrides = ["train.steps=6", "train.resume=auto", "checkpoint.interval=2"]
-    whole = steps_of(ranks.train(1, tiny, overrides, tmp_path, "whole"), *FIELDS)
-    ranks.train(1, tiny, [*overrides, "train.stop_at_step=4"], tmp_path, "run")
+def test_damaged_checkpoint_is_passed_over(
+    damage: str, ranks: Ranks, tiny: Path, tmp_path: Path, six_steps: dict[int, tuple[Any, ...]]
+) -> None:
+    ranks.train(1, tiny, [*SIX, "train.stop_at_step=4"], tmp_path, "run")
     newest = tmp_path / "run" / "checkpoints" / "step_00000004"
     victim = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     if damage == "truncated":
@@ -78,12 +89,12 @@ def test_damaged_checkpoint_is_passed_over(damage: str, ranks: Ranks, tiny: Path
         (newest / "manifest.json").unlink()
     else:
         newest.rename(newest.with_name(".step_00000004.partial"))
-    rows = ranks.train(1, tiny, overrides, tmp_path, "run")
+    rows = ranks.train(1, tiny, SIX, tmp_path, "run")
     log = (tmp_path / "run.log.rank0").read_text()
     if damage != "half_written":  # what was never renamed is not a checkpoint; nobody need be told
         assert "warning: passing over a damaged checkpoint" in log and newest.name in log
     assert "step_00000002 at step 2" in log
-    assert steps_of(rows, *FIELDS) == whole
+    assert steps_of(rows, *FIELDS) == six_steps
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step_00000006"
     assert not list((tmp_path / "run" / "checkpoints").glob(".step*.partial"))
 
@@ -210,7 +221,7 @@ def test_resume_must(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
 
 
 def test_init_from_takes_weights_only(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
-    first = steps_of(ranks.train(2, tiny, ["parallel.tensor=2"], tmp_path, "first"), "loss")
+    first = steps_of(ranks.train(2, tiny, ["parallel.tensor=2", LARGE], tmp_path, "first"), "loss")
     rows = ranks.train(1, tiny, [f"train.init_from={tmp_path / 'first'}", "train.steps=2"], tmp_path, "second")
     second = steps_of(rows, "loss", "samples", "learning_rate")
     assert second[1][0] < first[20][0] + 0.3 < first[1][0] - 0.7  # starts trained ...
