@@ -24,6 +24,7 @@ ENGINES = {
     "bf16_zero3": [BF16, "parallel.zero_stage=3"],
     "bf16_pp2": [BF16, "parallel.pipeline=2"],
 }
+END = "train.stop_at_step=12"  # six steps after the bad one
 ORDINARY = ("zero0", "zero2", "zero3", "tp2", "pp2", "bf16_zero1")
 
 
@@ -37,7 +38,8 @@ def left_out(ranks: Ranks, tiny: Path, tmp_path_factory: pytest.TempPathFactory)
     tmp = tmp_path_factory.mktemp("left_out")
     return {
         precision: steps_of(
-            ranks.train(1, tiny, [f"train.precision={precision}"], tmp, precision, plant="update_left_out"), *FIELDS
+            ranks.train(1, tiny, [f"train.precision={precision}", END], tmp, precision, plant="update_left_out"),
+            *FIELDS,
         )
         for precision in ("fp32", "bf16")
     }
@@ -47,9 +49,9 @@ def left_out(ranks: Ranks, tiny: Path, tmp_path_factory: pytest.TempPathFactory)
 def test_nan_on_one_rank_only(name: str, ranks: Ranks, tiny: Path, tmp_path: Path, left_out: dict[str, Any]) -> None:
     """The run goes on as one process in which that update was left out by hand."""
     overrides = ENGINES[name]
-    rows = ranks.train(2, tiny, overrides, tmp_path, "run", plant="nan_on_rank_one")
+    rows = ranks.train(2, tiny, [*overrides, END], tmp_path, "run", plant="nan_on_rank_one")
     run, reference = steps_of(rows, *FIELDS), left_out["bf16" if BF16 in overrides else "fp32"]
-    assert list(run) == list(range(1, 21)) and run[6][0] is None
+    assert list(run) == list(range(1, 13)) and run[6][0] is None
     loss, norm = (2e-3, 2e-2) if BF16 in overrides else (1e-5, 1e-4)
     for step in [s for s in run if s != 6]:
         assert abs(run[step][0] - reference[step][0]) < loss, step
@@ -66,7 +68,7 @@ def test_nan_on_one_rank_only(name: str, ranks: Ranks, tiny: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=SLOW), 3])
 def test_infinite_gradient_of_a_finite_loss(stage: int, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
-    overrides = [f"parallel.zero_stage={stage}"]
+    overrides = [f"parallel.zero_stage={stage}", "train.stop_at_step=9"]
     rows = ranks.train(2, tiny, overrides, tmp_path, "run", plant="infinite_gradient_on_rank_one")
     run = steps_of(rows, "loss", "grad_norm")
     assert run[6][0] is not None and run[6][1] is None
@@ -87,8 +89,9 @@ def test_infinite_gradient_of_a_finite_loss(stage: int, ranks: Ranks, tiny: Path
 def test_skipped_steps_and_resume(overrides: list[str], ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """Law 2: stopped before anything was updated, inside a streak, and before a spike that only the past can tell."""
     overrides = [*overrides, "train.resume=auto", "bad_steps={deviations: 6, window: 10, after: 8}"]
-    for plant, stops, skipped in (("nan_at_first", (1, 2, 20), [1, 2]), ("spike", (9, 12, 13, 20), [13])):
-        whole = steps_of(ranks.train(2, tiny, overrides, tmp_path, f"{plant}_whole", plant=plant), *FIELDS)
+    for plant, stops, skipped in (("nan_at_first", (1, 2, 8), [1, 2]), ("spike", (9, 12, 13, 16), [13])):
+        end = [*overrides, f"train.stop_at_step={stops[-1]}"]
+        whole = steps_of(ranks.train(2, tiny, end, tmp_path, f"{plant}_whole", plant=plant), *FIELDS)
         for stop in stops:
             at = [*overrides, f"train.stop_at_step={stop}"]
             rows = ranks.train(2, tiny, at, tmp_path, plant, plant=plant)
@@ -101,7 +104,7 @@ def test_skipped_steps_and_resume(overrides: list[str], ranks: Ranks, tiny: Path
 
 
 def test_a_spike_is_taken_unless_asked_otherwise(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
-    ranks.train(1, tiny, [], tmp_path, "run", plant="spike")
+    ranks.train(1, tiny, ["train.stop_at_step=15"], tmp_path, "run", plant="spike")
     assert not events(tmp_path / "run", "skipped")
 
 
