@@ -28,7 +28,6 @@ from .triton_tables import Tables, tables
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SLICE = 64  # DH
-LANES = 32  # features that one program of a scan over blocks looks at
 EXACT = 32  # (block, head) that one program of the exact form looks at
 
 
@@ -94,10 +93,10 @@ class Shape(NamedTuple):
         return ((blocks, self.heads), 0), ((parts(blocks * self.heads, EXACT), 1), EXACT)
 
     def rows_at_once(self, table: Tables) -> dict[str, int]:
-        """Blocks that a scan over a sequence's blocks takes at once, and its warps."""
+        """Blocks and features that a program of a scan over a sequence's blocks takes at once, and its warps."""
         blocks = table.blocks.shape[0] / max(1, table.lengths.shape[0])
-        rows, warps = next(value for most, value in ROWS.items() if blocks <= most)
-        return {"ROWS": rows, "num_warps": warps}
+        rows, lanes, warps = next(value for most, value in ROWS.items() if blocks <= most)
+        return {"ROWS": rows, "DP": lanes, "num_warps": warps}
 
     def of_states(self) -> dict[str, Any]:
         """Arguments of a scan over spans."""
@@ -112,8 +111,8 @@ class Rule(NamedTuple):
     warps: int = 4
 
 
-# Blocks of a sequence, at most: rows that a scan over them takes at once, and its warps.
-ROWS = {64: (16, 1), 1024: (64, 4), math.inf: (256, 8)}
+# Blocks of a sequence, at most: rows and features that a program of a scan over them takes at once, and its warps.
+ROWS = {64: (16, 32, 1), 1024: (64, 32, 4), math.inf: (128, 8, 4)}
 # Without and with LRPE, as measured (benchmarks/LOG.md).
 LAUNCH = {
     "chain_states": (Rule(3), Rule(2)),
@@ -122,7 +121,7 @@ LAUNCH = {
     "chain_grads": (Rule(3), Rule(2)),
     "key_grads": (Rule(2), Rule(1)),
     "value_grads": (Rule(3), Rule(2)),
-    "span_sums": (Rule(3, 8), Rule(2, 8)),
+    "span_sums": (Rule(2), Rule(3, 8)),
 }
 
 
@@ -233,9 +232,10 @@ def fill_units(
         key, table.blocks, enter, leave, mass, *strides(key), shape.heads,
         D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, num_warps=2,
     )  # fmt: skip
-    launch(kernels.scan_units, (table.lengths.shape[0], shape.heads, parts(shape.D, LANES)))(
-        table.block_ranges, enter, leave, mass, flag, *initial, *final, shape.heads, D=shape.D, DP=LANES,
-        INITIAL=initial[0] is not None, FINAL=final[0] is not None, **shape.rows_at_once(table),
+    arguments = shape.rows_at_once(table)
+    launch(kernels.scan_units, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["DP"])))(
+        table.block_ranges, enter, leave, mass, flag, *initial, *final, shape.heads, D=shape.D,
+        INITIAL=initial[0] is not None, FINAL=final[0] is not None, **arguments,
     )  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def fill_angles(theta: Tensor | None, shape: Shape, angles: Angles) -> None:
 
 def move_spans(
     held: Tensor,
-    theta: Tensor | None,
+    moves: Tensor | None,
     shape: Shape,
     table: Tables,
     found: Blocks,
@@ -256,22 +256,23 @@ def move_spans(
     units: Tensor | None = None,
     total: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
-    """`triton_forward.scan_spans`; initial and total: maxima and kv."""
+    """`triton_forward.scan_spans`; moves of `span_moves`; initial and total: maxima and kv."""
     arguments = shape.of_states()
     launch(forward_kernels.scan_spans, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["BD"])))(
-        table.span_ranges, table.spans, found.enter, found.leave, held, span_moves(theta, table), *initial, units, *total,
+        table.span_ranges, table.spans, found.enter, found.leave, held, moves, *initial, units, *total,
         shape.heads, BT=BLOCK, INITIAL=initial[0] is not None, TOTAL=total[0] is not None, **arguments,
     )  # fmt: skip
 
 
 def sum_spans(
-    x: Tensor, y: Tensor, theta: Tensor | None, shape: Shape, table: Tables, found: Blocks, sums: Tensor,
+    x: Tensor, y: Tensor, moves: Tensor | None, shape: Shape, table: Tables, found: Blocks, sums: Tensor,
     **which: bool,
 ) -> None:  # fmt: skip
-    """`triton_span_sums.span_sums`, into `sums`."""
+    """`triton_span_sums.span_sums`, into `sums`; of keys `moves` of `span_moves`."""
     programs = shape.slices * parts(shape.V, shape.sum_slice)
     launch(span_kernels.span_sums, (table.spans.shape[0], shape.heads, programs))(
-        x, y, table.spans, *found.angles, theta, found.enter, found.leave, sums, *strides(x, y), shape.heads,
+        x, y, table.spans, *found.angles, moves, found.enter, found.leave, sums, table.lengths.shape[0],
+        *strides(x, y), shape.heads,
         **which, **shape.of("span_sums"),
     )  # fmt: skip
 
@@ -320,8 +321,9 @@ def block_states(
         run(kv0, last, FROM=0 if initial is None else 2)
         return found
     held = empty_spans(shape, table, key.device)
-    sum_spans(key, value, theta, shape, table, found, held, KEYS=True, ALL=False)
-    move_spans(held, theta, shape, table, found, (max0, kv0))
+    moves = span_moves(theta, table)
+    sum_spans(key, value, moves, shape, table, found, held, KEYS=True, ALL=False)
+    move_spans(held, moves, shape, table, found, (max0, kv0))
     run(held, last, FROM=1)
     return found
 

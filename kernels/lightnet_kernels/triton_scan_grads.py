@@ -13,7 +13,6 @@ from .packed import Gradients, apart
 from .triton_launch import launch
 from .triton_parts import BLOCK
 from .triton_scan import (
-    LANES,
     Blocks,
     Shape,
     empty_spans,
@@ -27,6 +26,8 @@ from .triton_scan import (
     triangle,
 )
 from .triton_tables import Tables
+
+COLUMNS = 32  # that one program sums up
 
 
 class StateGrads(NamedTuple):
@@ -101,10 +102,10 @@ def scan_pressure(
     asked: Asked, shape: Shape, table: Tables, found: Blocks, last: Tensor | None, pushed: Tensor | None
 ) -> Tensor:
     """`triton_backward_states.scan_pressure`: what comes after each block; `pushed` is written where given."""
-    pressure = torch.empty_like(found.mass)
-    launch(state_kernels.scan_pressure, (table.lengths.shape[0], shape.heads, parts(shape.D, LANES)))(
+    pressure, arguments = torch.empty_like(found.mass), shape.rows_at_once(table)
+    launch(state_kernels.scan_pressure, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["DP"])))(
         table.block_ranges, found.enter, found.leave, asked.own, pressure, last, pushed, shape.heads, D=shape.D,
-        DP=LANES, FINAL=last is not None, INITIAL=pushed is not None, **shape.rows_at_once(table),
+        FINAL=last is not None, INITIAL=pushed is not None, **arguments,
     )  # fmt: skip
     return pressure
 
@@ -146,8 +147,8 @@ def theta_grad(
             BT=BLOCK, APART=apart is not None, **arguments,
         )  # fmt: skip
     total = torch.empty(shape.heads, shape.D, device=theta.device)
-    launch(state_kernels.sum_rows, (parts(columns, LANES),))(
-        asked.torque, total, rows, columns, ROWS=128, COLUMNS=LANES, num_warps=8
+    launch(state_kernels.sum_rows, (parts(columns, COLUMNS),))(
+        asked.torque, total, rows, columns, ROWS=128, COLUMNS=COLUMNS, num_warps=8
     )
     return total
 
@@ -185,7 +186,7 @@ def backward(
         chain_grads(asked, grad, shape, table, found, block_grads, last_kv, first, source)
     else:
         held = empty_spans(shape, table, device)
-        sum_spans(asked.x, grad, theta, shape, table, found, held, KEYS=False, ALL=False)
+        sum_spans(asked.x, grad, None, shape, table, found, held, KEYS=False, ALL=False)
         move_span_grads(held, theta, shape, table, found, last_kv)
         chain_grads(asked, grad, shape, table, found, block_grads, held, first, FROM=1)
         del held

@@ -10,7 +10,7 @@ from torch import Tensor
 
 PROGRAMS = 264  # chains that fill the multiprocessors of a large card twice
 LONG = 256  # blocks of a span from which there are
-WAVES = 4  # times as many spans: their sums fill the card, too
+WAVES = 2  # times as many spans: their sums fill the card, too
 WINDOW = 4  # blocks, see `triton_backward`
 
 
