@@ -15,6 +15,7 @@ KILLED = -9
 FIELDS = ("loss", "grad_norm", "samples")
 # The first three steps of a start may take other_seconds; the faults come at step 8.
 QUICK = ["watchdog={step_seconds: 4, other_seconds: 40, silent_seconds: 8}", "checkpoint.interval=2"]
+QUICK += ["train.stop_at_step=12"]
 LAYOUTS = {
     "dp2": (2, []),
     "zero3": (2, ["parallel.zero_stage=3"]),
@@ -176,7 +177,8 @@ def test_the_launcher_starts_a_killed_run_again(ranks: Ranks, tiny: Path, tmp_pa
     """``lightnet train --restarts``: a rank is killed with -9; the run goes on and equals the one that never failed."""
     from tests.integration.test_launcher import ours, train, wait_for_step
 
-    common = ["train.steps=60", "checkpoint.interval=5", "validation.interval=0", "train.batch_ramp=[]"]
+    common = ["train.steps=30", "train.micro_batch=4", "checkpoint.interval=5", "validation.interval=0"]
+    common += ["train.batch_ramp=[]"]
     whole = steps_of(ranks.train(2, tiny, common, tmp_path, "whole"), *FIELDS)
     log = tmp_path / "log"
     arguments = [str(tiny), "--gpus", "2", "--restarts", "2", "--back-off", "0.1", f"train.output={tmp_path}"]
