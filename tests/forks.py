@@ -44,8 +44,9 @@ class Forks:
             request = {"target": target, "arguments": arguments, "log": log.name, "timeout": timeout}
             process.stdin.write(json.dumps({**request, "environment": environment}) + "\n")
             process.stdin.flush()
-            code = json.loads(process.stdout.readline())["code"]
-            output = log.read()
+            reply, output = process.stdout.readline(), log.read()
+        assert reply, f"the process that forks {target} has ended"
+        code = json.loads(reply)["code"]
         assert code != LATE, f"{target} took longer than {timeout} s\n{output[-3000:]}"
         return Done(code, output)
 
