@@ -6,7 +6,8 @@
     python benchmarks/sequence_parallel.py equal --tokens 524288 --ranks 1 2     the same losses on one card and on two
 
 The whole 379M preset through the training engine, one sample a step, the bytes of Python's standard library as tokens.
-Each number of ranks is a job of its own on this machine's first cards. Results are printed and written to --output.
+Each number of ranks is a job of its own on this machine's first cards. Results are printed and written to --output. Steps of
+``weak`` are timed as those of `training.py`: nothing waits between them, and three more are profiled.
 """
 
 from __future__ import annotations
@@ -32,11 +33,38 @@ LEARNING_RATE = 3e-4
 def job(arguments: argparse.Namespace, tokens: int, ranks: int, steps: int, seconds: float) -> dict[str, Any]:
     """Train ``steps`` steps of one sample of ``tokens`` on so many ranks; what rank 0 found, or its failure."""
     request = {
-        "preset": arguments.preset, "overrides": arguments.override, "tokens": tokens, "steps": steps,
-        "recompute": arguments.recompute, "exchange": arguments.exchange, "warm_up": arguments.warm_up,
+        "preset": arguments.preset, "overrides": overrides(arguments, tokens, ranks), "tokens": tokens, "steps": steps,
+        "exchange": arguments.exchange, "warm_up": arguments.warm_up,
     }  # fmt: skip
     result: dict[str, Any] = {"tokens": tokens, "ranks": ranks, "recompute": arguments.recompute}
     return {**result, **run_job(rank_main, request, list(range(ranks)), seconds)}
+
+
+def timed_job(arguments: argparse.Namespace, tokens: int, ranks: int) -> dict[str, Any]:
+    """The same, with steps that nothing waits for, and kernels by kind."""
+    from steps import run_engine  # benchmarks/steps.py, which takes its text from here
+
+    from lightnet_llm.config import load_config
+
+    changed = overrides(arguments, tokens, ranks)
+    request = {"preset": arguments.preset, "overrides": changed, "warm": 6, "steps": arguments.steps, "profile": True}
+    row: dict[str, Any] = {"tokens": tokens, "ranks": ranks, "recompute": arguments.recompute}
+    row |= run_job(run_engine, request, list(range(ranks)), arguments.seconds)
+    if "step_seconds" in row:
+        memory = row["allocated_bytes"]
+        row["ms"], row["memory_gb"] = 1e3 * row["step_seconds"], memory and max(memory) / 1e9
+        row["bytes_sent_per_layer"] = row["bytes_sent_per_step"] // load_config(arguments.preset, changed).model.layers
+    return row
+
+
+def overrides(arguments: argparse.Namespace, tokens: int, ranks: int) -> list[str]:
+    """One sample of so many tokens a step, over so many ranks."""
+    return [
+        f"data.sequence_length={tokens}", "train.global_batch=1", "train.micro_batch=1", "train.tokens=null",
+        "train.steps=1000", f"parallel.sequence={ranks}", f"parallel.recompute_every={arguments.recompute}",
+        f"parallel.sequence_exchange={arguments.exchange}", f"optimizer.learning_rate={LEARNING_RATE}",
+        *arguments.override,
+    ]  # fmt: skip
 
 
 def text(length: int) -> Any:
@@ -65,15 +93,7 @@ def rank_main(request: dict[str, Any]) -> dict[str, Any]:
     from lightnet_llm.training.engine import build_engine
 
     tokens, ranks = request["tokens"], int(os.environ["WORLD_SIZE"])
-    config = load_config(
-        request["preset"],
-        [
-            f"data.sequence_length={tokens}", "train.global_batch=1", "train.micro_batch=1", "train.tokens=null",
-            "train.steps=1000", f"parallel.sequence={ranks}", f"parallel.recompute_every={request['recompute']}",
-            f"parallel.sequence_exchange={request['exchange']}", f"optimizer.learning_rate={LEARNING_RATE}",
-            *request["overrides"],
-        ],
-    )  # fmt: skip
+    config = load_config(request["preset"], request["overrides"])
     device = prepare_backend()
     cuda = device.type == "cuda"
     engine = build_engine(config, Groups(legal_layout(config, ranks)), device)
@@ -146,13 +166,15 @@ def weak(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for tokens in arguments.tokens or [32768]:
         first: dict[str, Any] = {}
         for ranks in arguments.ranks:
-            row = job(arguments, tokens * ranks, ranks, arguments.steps or 10, arguments.seconds)
+            row = timed_job(arguments, tokens * ranks, ranks)
             rows.append(row)
             first = first or row
             if "ms" in row and "ms" in first:
                 row["times_first"] = row["ms"] / first["ms"]
             keep(arguments, rows)
             show(row)
+            if "breakdown" in row:
+                print("    " + ", ".join(f"{name} {value:.1f}" for name, value in row["breakdown"].items()), flush=True)
             if "times_first" in row:
                 print(f"    {row['times_first']:.3f} of the time on {first['ranks']}", flush=True)
     for ranks in arguments.ranks:
@@ -217,7 +239,7 @@ def main() -> int:
     parser.add_argument("kind", choices=["weak", "longest", "train", "equal"])
     parser.add_argument("--tokens", type=int, nargs="*", help="a rank (weak) or in all")
     parser.add_argument("--ranks", type=int, nargs="*", default=None)
-    parser.add_argument("--steps", type=int, help="steps of each job (10)")
+    parser.add_argument("--steps", type=int, default=None, help="steps of each job (10; weak: 20)")
     parser.add_argument(
         "--warm-up", type=int, help="steps in which the rate rises to 3e-4 (1; for equal the preset's own: Adam's first steps "
         "are of the gradients' signs, and at a higher rate turn rounding of the smallest ones into differences of the loss)"
@@ -230,6 +252,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="JSON file")
     arguments = parser.parse_args()
     arguments.ranks = arguments.ranks or {"weak": [1, 2], "equal": [1, 2], "train": [2]}.get(arguments.kind, [1])
+    if arguments.kind == "weak":
+        arguments.steps = arguments.steps or 20
     arguments.warm_up = arguments.warm_up or (0 if arguments.kind == "equal" else 1)
     rows = {"weak": weak, "longest": longest, "train": train, "equal": equal}[arguments.kind](arguments)
     keep(arguments, rows)  # with the comparisons that follow

@@ -30,6 +30,7 @@ MODULES = {
         "triton_forward",
         "triton_backward",
         "triton_scan",
+        "triton_span_sums",
         "triton_bidirectional",
         "triton_exchange",
         "triton_exact",
@@ -161,6 +162,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
         losses.append(engine.train_step(source, number, config.train.global_batch))
 
     found = timed(step, request["warm"], request["steps"], request.get("profile", False), cuda)
+    traffic = None if engine.clock.place is None else engine.clock.place.traffic
     held: list[Any] = [None] * world
     dist.all_gather_object(held, (found.pop("allocated_bytes", 0), found.pop("reserved_bytes", 0)))
     parameters = count_parameters(engine.module) if world == 1 else None
@@ -171,6 +173,7 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
         "allocated_bytes": [one for one, _ in held] if cuda else None,
         "reserved_bytes": [two for _, two in held] if cuda else None,
         "engine_seconds": built,
+        "bytes_sent_per_step": 0 if traffic is None else traffic.bytes // len(losses),  # of this rank, along sequences
         "parameters": parameters,
         "flops_per_token": parameters and flops_per_token(config.model, parameters),
         "losses": [float(losses[0]), float(losses[-1])],
