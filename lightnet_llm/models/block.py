@@ -64,6 +64,8 @@ class Block(nn.Module):
             if whole is not None:
                 return whole, None
         if again:
+            if context.exchange is not None:
+                context = replace(context, exchange=context.exchange.again())
             return checkpoint(self._run, x, context, state, False, {}, use_reentrant=False)
         return self._run(x, context, state, return_state)
 

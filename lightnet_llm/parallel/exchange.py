@@ -11,6 +11,7 @@ the same result up to rounding:
 The backward pass goes the other way: gradients of what arrived are gathered (or handed on from the last rank to the
 first), and each rank differentiates its own merges, which it does again. What travels does not depend on the number of
 tokens: per row a state, once forward and, without its maximum and length (by kernels, with its maximum), once backward.
+What was gathered is kept where a block computes its activations again, which then waits for no other rank (`Kept`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,17 @@ from .segments import Line, SequencePlace, all_gather
 from .states import BLOCKS, Algebra, gradients
 
 
+class Kept:
+    """What the exchanges of a checkpointed block gathered, from its forward pass to the one that is done again."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[bool, Tensor] = {}  # by whether the line runs backwards
+
+    def take(self, backwards: bool) -> Tensor | None:
+        """What was gathered before, once."""
+        return self.buffers.pop(backwards, None)
+
+
 def arriving(
     algebra: Algebra,
     state: Any,
@@ -33,6 +45,7 @@ def arriving(
     line: Line,
     place: SequencePlace,
     meanwhile: Callable[[], None] | None = None,
+    kept: Kept | None = None,
 ) -> Any:
     """The state of everything before this rank's part of each row, as far as it belongs to the same segment.
 
@@ -41,11 +54,13 @@ def arriving(
     Args:
         state: [B, ...] of what travels from this rank.
         meanwhile: work that needs nothing of other ranks, done while states are on their way.
+        kept: of a block that is computed again; states that are handed on travel again.
 
     Returns:
         A state like ``state``; the identity where nothing arrives.
     """
     job = _Job(algebra, state, line, place)
+    job.kept = kept
     if place.gathers:
         sent = _Start.apply(job, *algebra.flows(state))
         if meanwhile is not None:
@@ -66,6 +81,7 @@ class _Job:
         self.algebra, self.line, self.place = algebra, line, place
         self.local = type(state)(*(x.detach() for x in state))
         self.arrived: Any = None
+        self.kept: Kept | None = None
         self.buffer: Tensor | None = None
         self.work: Any = None
         # Of the backward pass, from `_Finish` to `_Start`: states of all positions, what arrived here, the parameter.
@@ -107,8 +123,11 @@ class _Job:
     def gathered(self) -> Tensor:
         """What was gathered, uint8 [ranks, bytes] in order of travel."""
         assert self.buffer is not None
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         buffer, self.buffer, self.work = self.buffer, None, None
+        if self.kept is not None:
+            self.kept.buffers[self.line.backwards], self.kept = buffer, None
         return buffer.flip(0) if self.line.backwards else buffer
 
     def fold(self, tails: Sequence[Any], end: int, parameter: Tensor | None) -> Any:
@@ -240,7 +259,11 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: _Job, *flows: Tensor) -> tuple[Tensor, ...]:
         ctx.job = job
-        job.gather(job.local)
+        job.buffer = None if job.kept is None else job.kept.take(job.line.backwards)
+        if job.buffer is None:
+            job.gather(job.local)
+        else:
+            job.kept = None
         return tuple(x.view_as(x) for x in flows)
 
     @staticmethod

@@ -14,6 +14,7 @@ import torch
 from lightnet_kernels import ScanState
 from torch import Tensor
 
+from .exchange import Kept
 from .segments import Line, SequencePlace, all_gather
 
 
@@ -34,12 +35,14 @@ def fused_arriving(
     line: Line,
     place: SequencePlace,
     meanwhile: Callable[[], None] | None = None,
+    kept: Kept | None = None,
 ) -> ScanState:
     """[segments, ..] of this rank's own to what each segment receives, the identity where nothing arrives.
 
     As `exchange.arriving` between selecting the segments that travel and giving what arrives to those that receive.
     """
     job = _Job(ScanState(*(x.detach().contiguous() for x in state)), line, place)
+    job.kept = kept
     sent = _Send.apply(job, state.sum, state.kv)
     if meanwhile is not None:
         meanwhile()
@@ -60,6 +63,7 @@ class _Job:
         self.line, self.place = line, place
         self.numbers = (place.size, line.position, line.source.shape[0])
         self.received: ScanState | None = None
+        self.kept: Kept | None = None
         self.buffer: Tensor | None = None
         self.work: Any = None
         # From `_Receive` to `_Send`, backward.
@@ -73,8 +77,11 @@ class _Job:
 
     def taken(self) -> Tensor:
         assert self.buffer is not None
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         buffer, self.buffer, self.work = self.buffer, None, None
+        if self.kept is not None:
+            self.kept.buffers[self.line.backwards], self.kept = buffer, None
         return buffer
 
 
@@ -84,7 +91,11 @@ class _Send(torch.autograd.Function):
         assert job.local is not None
         ctx.job = job
         ctx.save_for_backward(job.local.max)
-        job.gather(job.kernels.packed(job.local, job.line.source, True))
+        job.buffer = None if job.kept is None else job.kept.take(job.line.backwards)
+        if job.buffer is None:
+            job.gather(job.kernels.packed(job.local, job.line.source, True))
+        else:
+            job.kept = None
         return total.view_as(total), kv.view_as(kv)
 
     @staticmethod

@@ -8,7 +8,7 @@ receives one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..config.model import ModelConfig
 from ..models.context import ForwardContext
 from ..models.dropout import DropoutKey
-from .exchange import arriving
+from .exchange import Kept, arriving
 from .fused_exchange import fused_arriving, serves
 from .segments import SegmentPlan, SequencePlace, plan_segments
 from .states import SCAN, TOEPLITZ, Algebra
@@ -32,16 +32,16 @@ class _Chain:
 
     algebra: Algebra
 
-    def __init__(self, plan: SegmentPlan, place: SequencePlace):
-        self.plan, self.place = plan, place
+    def __init__(self, plan: SegmentPlan, place: SequencePlace, kept: Kept | None = None):
+        self.plan, self.place, self.kept = plan, place, kept
 
     def _arriving(self, state: Any, parameter: Tensor | None, backwards: bool = False, meanwhile: Any = None) -> Any:
         """[segments, ...] of this rank's own to [segments, ...] of what lies before (after) on other ranks."""
         line = self.plan.line(backwards)
         if serves(state, self.place):
-            return fused_arriving(state, parameter, line, self.place, meanwhile)
+            return fused_arriving(state, parameter, line, self.place, meanwhile, self.kept)
         own = type(state)(*(x.index_select(0, line.source) for x in state))
-        row_state = arriving(self.algebra, own, parameter, line, self.place, meanwhile)
+        row_state = arriving(self.algebra, own, parameter, line, self.place, meanwhile, self.kept)
         return self._spread(row_state, self.algebra.identity(state), line.target)
 
     def _spread(self, row_state: Any, like: Any, target: Tensor) -> Any:
@@ -62,8 +62,9 @@ class ScanExchange(_Chain):
         place: SequencePlace,
         theta: Tensor | None,
         meanwhile: Callable[[], None] | None = None,
+        kept: Kept | None = None,
     ):
-        super().__init__(plan, place)
+        super().__init__(plan, place, kept)
         self.theta, self.meanwhile = theta, meanwhile
 
     def prefix(self, state: ScanState) -> ScanState:
@@ -119,13 +120,18 @@ class SequenceExchange:
 
     plan: SegmentPlan
     place: SequencePlace
+    kept: Kept | None = field(default=None, kw_only=True)
+
+    def again(self) -> SequenceExchange:
+        """The same for one scan that is computed twice, as activation checkpointing does: states travel once."""
+        return replace(self, kept=Kept())
 
     def scan(self, theta: Tensor | None, meanwhile: Callable[[], None] | None = None) -> ScanExchange:
         """Exchange for an additive scan with frequencies ``theta`` [H, D].
 
         ``meanwhile`` is called once, while a state is on its way: for work that does not wait for it.
         """
-        return ScanExchange(self.plan, self.place, theta, meanwhile)
+        return ScanExchange(self.plan, self.place, theta, meanwhile, self.kept)
 
     def toeplitz(self, decay: Tensor) -> ToeplitzExchange:
         """Exchange for a Toeplitz scan with ``decay`` [d, e]."""

@@ -137,6 +137,13 @@ def block(work: Work) -> Kept:
     return Kept(kept + scan.activations, scan.states)
 
 
+def received_states(work: Work) -> int:
+    """States of other sequence-parallel ranks that a layer keeps."""
+    width = work.model.head_width
+    rows = 2 * width if work.model.lrpe else width
+    return work.states * work.rows * work.heads * (rows * width + 2 * width) * 4
+
+
 def _scan(work: Work) -> Kept:
     """What the scan keeps but for its output, query, key and value among it."""
     model, features, heads = work.model, work.features, work.heads
@@ -144,7 +151,7 @@ def _scan(work: Work) -> Kept:
     rows = 2 * width if model.lrpe else width
     blocks = work.rows * -(-work.length // BLOCK)
     angles = 4 * features if model.lrpe and model.lrpe_learnable and model.lrpe_gradient_scale != 1.0 else 0
-    received = work.states * work.rows * heads * (rows * width + 2 * width) * 4
+    received = received_states(work)
     if model.mixer == "softmax":
         return Kept(3 * work.tokens * features * work.element + 4 * work.tokens * heads, 0)
     if work.fused and not model.causal:  # one state a sequence

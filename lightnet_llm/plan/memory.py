@@ -156,6 +156,9 @@ class Part:
         """Of one micro-batch on this stage."""
         sizes, again = self.sizes(micro_batch), self.recomputes[every]
         total = sizes.block * (len(self.blocks) - again) + sizes.again * again
+        if self.gathers:  # kept, so that a block is computed again without other ranks
+            directions = 1 if self.model.causal else 2
+            total = total + Kept(0, directions * activations.received_states(sizes.work)) * again
         total = total + sizes.embedding if self.first else total
         return total + sizes.head if self.last else total
 

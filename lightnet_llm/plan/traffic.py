@@ -114,7 +114,7 @@ def _sequence(part: Part, work: Work, every: int, accumulation: int) -> tuple[in
     forward = work.rows * work.heads * (values + 8 * width) + length  # maxima and normalisers stay in float32
     backward = work.rows * work.heads * (values + 4 * width)
     position = work.rows * model.width * model.tpe_rank * flying
-    blocks, again = len(part.blocks), part.recomputes[every]
+    blocks, again = len(part.blocks), 0 if part.gathers else part.recomputes[every]  # what is gathered is kept
     ahead, back = (blocks + again) * forward, blocks * backward
     directions = 1 if model.causal else 2
     calls = directions * (2 * blocks + again)

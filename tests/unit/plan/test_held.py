@@ -41,6 +41,7 @@ CASES = [
     (4, [BF16, "parallel.tensor=2", "parallel.sequence=2", "parallel.tensor_sequence_parallel=true"]),
     (2, ["parallel.sequence=2", "parallel.sequence_exchange_dtype=bf16", "model.causal=false"]),
     (3, ["parallel.sequence=3", "parallel.sequence_exchange=prefix", "parallel.recompute_every=2"]),
+    (3, ["parallel.sequence=3", "parallel.recompute_every=1"]),
 ]
 KINDS = ("weights", "gradients", "optimizer")
 
