@@ -6,6 +6,7 @@ sys.argv and what it returns is the exit code. A fork that is late is killed wit
 """
 
 import atexit
+import contextlib
 import importlib
 import json
 import os
@@ -42,13 +43,28 @@ class Forks:
         assert process.stdin is not None and process.stdout is not None
         with tempfile.NamedTemporaryFile("r", suffix=".log", errors="replace") as log:
             request = {"target": target, "arguments": arguments, "log": log.name, "timeout": timeout}
-            process.stdin.write(json.dumps({**request, "environment": environment}) + "\n")
-            process.stdin.flush()
-            reply, output = process.stdout.readline(), log.read()
+            try:
+                process.stdin.write(json.dumps({**request, "environment": environment}) + "\n")
+                process.stdin.flush()
+                reply, output = process.stdout.readline(), log.read()
+            except BaseException:  # a test's time limit, Ctrl-C: nobody must read this run's reply for another's
+                self._end(process)
+                raise
         assert reply, f"the process that forks {target} has ended"
         code = json.loads(reply)["code"]
         assert code != LATE, f"{target} took longer than {timeout} s\n{output[-3000:]}"
         return Done(code, output)
+
+    def _end(self, process: "subprocess.Popen[str]") -> None:
+        """Kill the process and what it has forked, each the first of a session."""
+        self.process = None
+        with contextlib.suppress(OSError):
+            forked = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            for pid in map(int, forked):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
 
     def _started(self) -> subprocess.Popen[str]:
         if self.process is None or self.process.poll() is not None:

@@ -293,7 +293,7 @@ def scan_spans(
             store_matrix(span_kv_ptr + at * SIZE, row, vcol, real, D, V, BD, VP)
             if LRPE:
                 store_matrix(span_kv_ptr + at * SIZE + D * V, row, vcol, imag, D, V, BD, VP)
-        if unit_ptr is not None:
+        if unit_ptr is not None:  # from which a block may have become slower, by SAFE_GROWTH / 2 at most
             rescaled = fade(load_vector(unit_ptr + end, row, D, BD), leave)[:, None]
             real_added *= rescaled
             if LRPE:

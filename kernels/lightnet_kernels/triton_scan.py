@@ -248,7 +248,7 @@ def fill_angles(theta: Tensor | None, shape: Shape, angles: Angles) -> None:
 
 def move_spans(
     held: Tensor,
-    moves: Tensor | None,
+    theta: Tensor | None,
     shape: Shape,
     table: Tables,
     found: Blocks,
@@ -256,23 +256,19 @@ def move_spans(
     units: Tensor | None = None,
     total: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
-    """`triton_forward.scan_spans`; moves of `span_moves`; initial and total: maxima and kv."""
+    """`triton_forward.scan_spans`; initial and total: maxima and kv."""
     arguments = shape.of_states()
     launch(forward_kernels.scan_spans, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["BD"])))(
-        table.span_ranges, table.spans, found.enter, found.leave, held, moves, *initial, units, *total,
+        table.span_ranges, table.spans, found.enter, found.leave, held, span_moves(theta, table), *initial, units, *total,
         shape.heads, BT=BLOCK, INITIAL=initial[0] is not None, TOTAL=total[0] is not None, **arguments,
     )  # fmt: skip
 
 
-def sum_spans(
-    x: Tensor, y: Tensor, moves: Tensor | None, shape: Shape, table: Tables, found: Blocks, sums: Tensor,
-    **which: bool,
-) -> None:  # fmt: skip
-    """`triton_span_sums.span_sums`, into `sums`; of keys `moves` of `span_moves`."""
+def sum_spans(x: Tensor, y: Tensor, shape: Shape, table: Tables, found: Blocks, sums: Tensor, **which: bool) -> None:
+    """`triton_span_sums.span_sums`, into `sums`."""
     programs = shape.slices * parts(shape.V, shape.sum_slice)
     launch(span_kernels.span_sums, (table.spans.shape[0], shape.heads, programs))(
-        x, y, table.spans, *found.angles, moves, found.enter, found.leave, sums, table.lengths.shape[0],
-        *strides(x, y), shape.heads,
+        x, y, table.spans, *found.angles, found.enter, found.leave, sums, *strides(x, y), shape.heads,
         **which, **shape.of("span_sums"),
     )  # fmt: skip
 
@@ -321,9 +317,8 @@ def block_states(
         run(kv0, last, FROM=0 if initial is None else 2)
         return found
     held = empty_spans(shape, table, key.device)
-    moves = span_moves(theta, table)
-    sum_spans(key, value, moves, shape, table, found, held, KEYS=True, ALL=False)
-    move_spans(held, moves, shape, table, found, (max0, kv0))
+    sum_spans(key, value, shape, table, found, held, KEYS=True, ALL=False)
+    move_spans(held, theta, shape, table, found, (max0, kv0))
     run(held, last, FROM=1)
     return found
 

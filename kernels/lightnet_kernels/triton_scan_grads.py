@@ -186,7 +186,7 @@ def backward(
         chain_grads(asked, grad, shape, table, found, block_grads, last_kv, first, source)
     else:
         held = empty_spans(shape, table, device)
-        sum_spans(asked.x, grad, None, shape, table, found, held, KEYS=False, ALL=False)
+        sum_spans(asked.x, grad, shape, table, found, held, KEYS=False, ALL=False)
         move_span_grads(held, theta, shape, table, found, last_kv)
         chain_grads(asked, grad, shape, table, found, block_grads, held, first, FROM=1)
         del held

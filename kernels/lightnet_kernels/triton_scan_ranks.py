@@ -38,7 +38,6 @@ from .triton_scan import (
     move_spans,
     rows_of,
     shape_of,
-    span_moves,
     sum_spans,
     tables_of,
 )
@@ -197,9 +196,8 @@ def _own(key: Tensor, value: Tensor, theta: Tensor | None, bounds: Any) -> tuple
         found = Blocks(None, *units, *angles)
         fill_angles(theta, shape, angles)
         fill_units(key, shape, table, found, (None, None), (top, total))
-        moves = span_moves(theta, table)
-        sum_spans(key, value, moves, shape, table, found, held, KEYS=True, ALL=True)
-        move_spans(held, moves, shape, table, found, (None, None), total=(top, kv))
+        sum_spans(key, value, shape, table, found, held, KEYS=True, ALL=True)
+        move_spans(held, theta, shape, table, found, (None, None), total=(top, kv))
     return top, total, kv, held, units[1], *angles
 
 
@@ -222,7 +220,7 @@ def _outputs(
     found = empty_blocks(shape, blocks, key.device, Angles(cos, sin, turn))
     if blocks and shape.heads:
         fill_units(key, shape, table, found, (top, total), (None, None))
-        move_spans(held, span_moves(theta, table), shape, table, found, (top, start), leave)
+        move_spans(held, theta, shape, table, found, (top, start), leave)
         chain_states(key, value, shape, table, found, (top, None), held, None, FROM=1)
         fill_outputs(query, key, value, output, shape, table, found, silu)
     return output, *found[:5]
@@ -255,7 +253,7 @@ def _ask(
         return torch.zeros_like(query), pushed, first, grad_key, held, torch.empty_like(grad), None, mass, None
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     asked = ask(grad, query, key, value, grad_query, grad_key, shape, table, found, silu, moves=True)
-    sum_spans(asked.x, grad, None, shape, table, found, held, KEYS=False, ALL=True)
+    sum_spans(asked.x, grad, shape, table, found, held, KEYS=False, ALL=True)
     move_span_grads(held, theta, shape, table, found, None, first)
     scan_pressure(asked, shape, table, found, None, pushed)
     asked_at_the_start(first, pushed, top, shape, table, found, None)

@@ -3,7 +3,6 @@
 Every span but one of a long sequence waits for a state. The sums of all spans are found at once, a scan over spans makes of them
 what each finds (`triton_forward.scan_spans`, `triton_backward_states.scan_span_grads`), and chains begin there. No state is
 handed from block to block here: a span's keys are in one unit, and are themselves turned to the place where the sum is wanted.
-(Angles in float64, here and not in `fill_moves`, would take all registers.)
 """
 
 # What Triton compiles is not quite Python: types change between uses.
@@ -20,7 +19,7 @@ from .triton_parts import exp, load_angles, load_keys, load_rows, load_vector, s
 
 @triton.jit
 def span_sums(
-    x_ptr, y_ptr, spans_ptr, cos_ptr, sin_ptr, turn_ptr, move_ptr, enter_ptr, leave_ptr, to_ptr, sequences,
+    x_ptr, y_ptr, spans_ptr, cos_ptr, sin_ptr, turn_ptr, enter_ptr, leave_ptr, to_ptr,
     sxb, sxn, sxh, syb, syn, syh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VB: tl.constexpr, BT: tl.constexpr,
     LRPE: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
@@ -30,7 +29,7 @@ def span_sums(
     gradients y what its queries ask, span_grad. Without ALL not for spans of which nobody asks it: each sequence's last,
     or first. One program a (span, head, slice of features and slice of VB value features)."""
     span, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, first, length, block, place, sequence, last = load_span(spans_ptr, span)
+    batch, first, length, block, place, _, last = load_span(spans_ptr, span)
     if not ALL:  # noqa: SIM102
         if (last != 0) if KEYS else (place == 0):
             return
@@ -48,18 +47,17 @@ def span_sums(
     if LRPE:
         cos_first, sin_first = tl.full([DH], 1.0, tl.float32), tl.zeros([DH], tl.float32)  # of a block's first token
         if KEYS:
-            move_ptr += head * D
-            if last == 0:
-                cos_first = load_vector(move_ptr, col, D, DH)
-                sin_first = -load_vector(move_ptr + H * D, col, D, DH)
-            else:
-                cos_first = load_vector(move_ptr + (2 + sequence) * (H * D), col, D, DH)
-                sin_first = -load_vector(move_ptr + (2 + sequences + sequence) * (H * D), col, D, DH)
+            count = length - (blocks - 1) * BT  # from the last block on: what is newest is turned least
+            cos_first = load_vector(turn_ptr + (head * (BT + 1) + count) * (2 * D), col, D, DH)
+            sin_first = -load_vector(turn_ptr + (head * (BT + 1) + count) * (2 * D) + D, col, D, DH)
         cos_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D), col, D, DH)
         sin_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D) + D, col, D, DH)
+        if KEYS:
+            sin_on = -sin_on
         cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
         sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
-    for i in tl.range(0, blocks, num_stages=STAGES):
+    for j in tl.range(0, blocks, num_stages=STAGES):
+        i = (blocks - 1 - j) if KEYS else j
         present = i * BT + step < length
         row = first + i * BT
         y = load_rows(y_ptr + row * syn, step, syn, vcol, present, V, VB).to(OP)

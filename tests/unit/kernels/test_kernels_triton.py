@@ -96,18 +96,28 @@ def test_gradients_of_states(case, theta, monkeypatch):
     on_card.state_case(torch.float32, theta, width=24, **case)
 
 
+@pytest.fixture
+def short_spans(monkeypatch):
+    """Spans of two blocks; how many there are, given tokens."""
+    monkeypatch.setattr(triton_tables, "PROGRAMS", 10**6)
+    monkeypatch.setattr(triton_tables, "WINDOW", 1)
+    triton_tables.tables.cache_clear()
+    yield lambda tokens: len(triton_tables.tables(1, tokens, None, 64, 1, torch.device("cpu")).spans)
+    triton_tables.tables.cache_clear()
+
+
 @inside
-def test_gradients_of_states_over_spans(monkeypatch):
+def test_gradients_of_states_over_spans(monkeypatch, short_spans):
     monkeypatch.setattr(on_card, "DEVICE", "cpu")
-    monkeypatch.setattr(triton_tables, "PROGRAMS", 10**6)  # spans as short as can be
-    on_card.state_case(torch.float32, True, width=24, cuts=[1100])
+    assert short_spans(700) > 4
+    on_card.state_case(torch.float32, True, width=24, cuts=[700])
 
 
 @inside
 @pytest.mark.parametrize("theta", [True, False])
-def test_spans(theta, monkeypatch):
+def test_spans(theta, short_spans):
     """Chains begin with what their spans find; the first one, too, where the sequence goes on from a state."""
-    monkeypatch.setattr(triton_tables, "PROGRAMS", 10**6)
+    assert short_spans(600) == 5
     inputs = make(1, 600, 1, 24, 20, theta=theta)
     table.check(inputs, torch.float32, "cpu")
     angles = inputs.pop("theta").float() if theta else None
@@ -130,8 +140,8 @@ def test_spans(theta, monkeypatch):
     ],
     ids=str,
 )
-def test_ranks(case, monkeypatch):
-    monkeypatch.setattr(triton_tables, "PROGRAMS", 10**6)
+@pytest.mark.usefixtures("short_spans")
+def test_ranks(case):
     table.check_ranks(**case, dtype=torch.float32, device="cpu", heads=1)
 
 
@@ -208,10 +218,13 @@ def test_ranks_begin_with_a_state_and_give_one(theta):
 @inside
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_quick_interpreter_gives_the_plain_ones_bits(causal):
+    import triton
     from triton.runtime import interpreter
 
     from . import quick_interpreter
 
+    if not triton.__version__.startswith("3.6."):
+        pytest.skip(f"made for Triton 3.6, this is {triton.__version__}")
     leaves = {name: x.bfloat16().requires_grad_() for name, x in make(1, 70, 1, 24, 20).items() if name != "theta"}
     leaves["theta"] = make(1, 1, 1, 24, 20)["theta"].float().requires_grad_()
 
