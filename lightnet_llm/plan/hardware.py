@@ -2,7 +2,7 @@
 
 One JSON file, cards by name. Each figure has value, unit, source, card, date, and whether it is assumed. A card that is `like`
 another takes that one's figures, scaled by peak rate (products), by copy rate (what reads and writes memory) or by the host's
-time for a block (ZeRO-3's).
+time for a block (that with ZeRO-3, tensor or sequence parallelism).
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from ..training.metrics import PEAK_FLOPS
 SHIPPED = Path(__file__).parent / "measurements.json"
 FORMAT = 1
 BY_PEAK = ("gemm_flop_s", "loss_flop_s")
+BY_HOST = ("host_stage_3_s", "host_tensor_s", "host_sequence_s")
 BY_COPY = ("scan_lrpe_s", "scan_s", "scan_torch_s", "norm_s", "gated_norm_s", "swiglu_s", "toeplitz_s")
 FIGURES = (
     *BY_PEAK, *BY_COPY, "memory_bytes", "context_bytes", "fragmentation", "copy_bytes_s", "sustained", "host_block_s",
-    "host_stage_3_s", "host_step_s", "per_node", "nvlink_bytes_s", "nvlink_latency_s", "infiniband_bytes_s",
+    *BY_HOST, "host_step_s", "per_node", "nvlink_bytes_s", "nvlink_latency_s", "infiniband_bytes_s",
     "infiniband_latency_s",
 )  # fmt: skip
 
@@ -64,6 +65,8 @@ class Hardware:
     sustained: float
     host_block_s: float
     host_stage_3_s: float
+    host_tensor_s: float
+    host_sequence_s: float
     host_step_s: float
     per_node: int
 
@@ -167,9 +170,9 @@ def _scaled(key: str, figure: dict[str, Any], peak: float, copy: float, host: fl
         value = value * peak
     elif key in BY_COPY:
         value = value / copy
-    elif key == "host_stage_3_s":
+    elif key in BY_HOST:
         value = value * host
-    by = "peak" if key in BY_PEAK else "copy rate" if key in BY_COPY else "host" if key == "host_stage_3_s" else ""
+    by = "peak" if key in BY_PEAK else "copy rate" if key in BY_COPY else "host" if key in BY_HOST else ""
     source = f"as of {card}" + (f", scaled by {by}" if by else "")
     return {"value": value, "unit": figure["unit"], "source": source, "card": None, "date": None, "assumed": True}
 

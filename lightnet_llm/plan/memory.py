@@ -203,8 +203,9 @@ class Part:
         )  # fmt: skip
 
     def _part(self) -> int:
-        """The optimiser's own copy of its part of the gradients: DeepSpeed's ZeRO-1 in fp32, and ZeRO-2."""
-        copies = self.zero == 2 or (self.zero == 1 and not self.bf16)
+        """The optimiser's own copy of its part of the gradients: DeepSpeed's, but where ZeRO-2 adds bf16 gradients up in one
+        float32 tensor, which it takes as it is."""
+        copies = self.zero in {1, 2} and not self.bf16
         return 4 * self.trained // self.ranks if copies else 0
 
     def _communication(self, work: Work) -> int:

@@ -160,9 +160,18 @@ class _Stage:
             flop = 6.0 * work.tokens * part.model.width * work.vocabulary
             self.loss = hardware.sustained * flop / hardware.loss_flop_s * (1.0 if work.element == 2 else 8.0)
         device = self.products + self.scan + self.elementwise + self.loss + self.recompute
-        host = (hardware.host_stage_3_s if part.zero == 3 else hardware.host_block_s) * (blocks + 0.4 * again)
+        host = _host_block(part, hardware) * (blocks + 0.4 * again)
         self.waiting = max(0.0, host - device)
         self.seconds = device + self.waiting
+
+
+def _host_block(part: Part, hardware: Hardware) -> float:
+    """Seconds of the host for a block's passes: with ZeRO-3 and tensor parallelism no block is recorded whole, with sequence
+    parallelism its exchange is not."""
+    alone = hardware.host_block_s
+    more = hardware.host_tensor_s - alone if part.choice.tensor > 1 else 0.0
+    more += hardware.host_sequence_s - alone if part.choice.sequence > 1 else 0.0
+    return (hardware.host_stage_3_s if part.zero == 3 else alone) + max(0.0, more)
 
 
 def _update(part: Part, accumulation: int, hardware: Hardware) -> float:

@@ -257,6 +257,23 @@ def test_stage_3_waits_for_its_own_host() -> None:
         assert step_time(held, 8, 0, 3, card(host_block_s=1e-5, host_stage_3_s=1e-5)).waiting == 0.0
 
 
+@pytest.mark.parametrize(
+    ("more", "seconds"),
+    [
+        (["parallel.tensor=2"], 0.3),
+        (["parallel.sequence=2"], 0.2),
+        (["parallel.tensor=2", "parallel.sequence=2"], 0.4),
+        (["parallel.sequence=2", "parallel.zero_stage=3"], 0.6),
+    ],
+)
+def test_parallel_blocks_need_more_of_the_host(more: list[str], seconds: float) -> None:
+    config = load_config("pile_150m", more)
+    held = Parts(config).of(choice_of(config), 4)
+    slow = card(host_block_s=0.1, host_stage_3_s=0.5, host_tensor_s=0.3, host_sequence_s=0.2)
+    found = step_time(held, 1, 0, 3, slow)
+    assert found.products + found.scan + found.elementwise + found.loss + found.waiting == pytest.approx(45 * seconds)
+
+
 def test_only_a_step_that_waits_counts_the_host() -> None:
     slow, found = card(host_step_s=1.0), {}
     for name, more in {"bf16": [], "fp32": ["train.precision=fp32"], "zero2": ["parallel.zero_stage=2"]}.items():
@@ -280,7 +297,8 @@ def test_figures_written_before_some_were_measured(tmp_path: Path) -> None:
     found, shipped = load_hardware("h200", tmp_path / "old.json"), load_hardware("h100")
     assert found.sustained == shipped.sustained
     assert found.host_stage_3_s / shipped.host_stage_3_s == pytest.approx(found.host_block_s / shipped.host_block_s)
-    assert {"sustained", "host_stage_3_s"} <= {*found.assumed}
+    assert found.host_tensor_s == pytest.approx(load_hardware("h200").host_tensor_s)  # the same host
+    assert {"sustained", "host_stage_3_s", "host_tensor_s"} <= {*found.assumed}
 
 
 def test_links() -> None:
@@ -415,7 +433,7 @@ def test_json(tmp_path: Path) -> None:
 
 
 def test_more_cards_that_do_not_help_are_said() -> None:
-    small = ("pile_150m", "--gpus", "1024", "train.global_batch=16")
+    small = ("pile_1b", "--gpus", "1024", "train.global_batch=64")
     (line,) = [line for line in run(*small).stdout.splitlines() if "more do not help" in line]
     answer = json.loads(run(*small, "--json").stdout)
     fewer, best = answer["enough"], answer["recommended"]["tokens_per_second"]
