@@ -65,6 +65,7 @@ GPU = Scale(
     2**28, 20,
 )  # fmt: skip
 TINY = Scale(1, 64, 2, 16, 40, 128, 8, ((64, 32, 8), (64, 64, 64), (128, 128, 128)), 2**16, 2)
+MOST_CONTEXT = 2**32  # bytes that a context and its libraries take at most
 
 
 def calibrate(output: Path, ranks: int | None = None) -> Iterator[str]:
@@ -181,7 +182,9 @@ def _measured(device: torch.device, scale: Scale) -> Iterator[tuple[str, Any, st
         del hidden, weight, labels, theta, decay, gain
         free, total = torch.cuda.mem_get_info(device)
         yield "memory_bytes", total, "bytes"
-        yield "context_bytes", max(0, total - free - torch.cuda.memory_reserved(device)), "bytes beside tensors"
+        beside = max(0, total - free - torch.cuda.memory_reserved(device))
+        if beside < MOST_CONTEXT:  # else other processes hold memory there
+            yield "context_bytes", beside, "bytes beside tensors"
 
 
 def _together(device: torch.device, scale: Scale, figures: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Any, str]]:
