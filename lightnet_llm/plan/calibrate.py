@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import socket
 import time
@@ -29,7 +30,7 @@ from ..parallel.layout import prepare_backend
 from ..parallel.segments import all_gather
 from ..training.metrics import PEAK_FLOPS
 from .hardware import FORMAT, Hardware, cards
-from .in_situ import BLOCKS, host_block, host_stage_3, sustained, wait
+from .in_situ import BLOCKS, NARROW, host_among_ranks, host_block, sustained, wait
 
 
 @dataclass(frozen=True)
@@ -204,28 +205,31 @@ def _together(device: torch.device, scale: Scale, figures: dict[str, dict[str, A
 
 def _between(ranks: int, scale: Scale) -> Iterator[tuple[str, Any, str]]:
     if ranks > 1:
-        rate, latency, host = _links(ranks, scale)
+        rate, latency, hosts = _links(ranks, scale)
         yield "nvlink_bytes_s", rate, f"bytes a rank of {ranks} sends per second, all-reduce or all-gather"
         yield "nvlink_latency_s", latency, "s a step of a collective"
-        yield "host_stage_3_s", host, "s of the host for a block's passes and update with ZeRO-3"
+        yield "host_stage_3_s", hosts["zero_stage"], "s of the host for a block's passes and update with ZeRO-3"
+        if "tensor" in hosts:
+            yield "host_tensor_s", hosts["tensor"], "s of the host for a block's passes with tensor parallelism"
+        yield "host_sequence_s", hosts["sequence"], "s of the host for a block's passes with sequence parallelism"
 
 
 def _with_theta(scan: Callable[..., Any]) -> Callable[..., Any]:
     return lambda query, key, value, theta: scan(query, key, value, theta=theta)
 
 
-def _links(ranks: int, scale: Scale) -> tuple[float, float, float]:
+def _links(ranks: int, scale: Scale) -> tuple[float, float, dict[str, float]]:
     """(bytes that a rank sends per second in a large all-reduce or all-gather, the slower of them; seconds of a step of a
-    small all-reduce; seconds of the host for a block of ZeRO-3)."""
+    small all-reduce; seconds of the host for a block by what is parallel)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     torch.multiprocessing.spawn(_link_rank, (ranks, port, scale, answers), nprocs=ranks)
-    summed, gathered, small, host = answers.get()
+    summed, gathered, small, hosts = answers.get()
     sent = (ranks - 1) / ranks * scale.sent
-    return min(2 * sent / summed, sent / gathered), small / (2 * max(1, (ranks - 1).bit_length())), host
+    return min(2 * sent / summed, sent / gathered), small / (2 * max(1, (ranks - 1).bit_length())), hosts
 
 
 def _link_rank(rank: int, ranks: int, port: int, scale: Scale, answers: Any) -> None:
@@ -253,8 +257,9 @@ def _link_rank(rank: int, ranks: int, port: int, scale: Scale, answers: Any) -> 
         seconds(lambda: dist.all_reduce(large)),
         seconds(lambda: all_gather(large, part)),
         seconds(lambda: dist.all_reduce(small)),
-        host_stage_3(device, scale.repeats),
     ]
+    layouts = {"zero_stage": 3, "tensor": math.gcd(ranks, NARROW["heads"]), "sequence": ranks}
+    hosts = {name: host_among_ranks(device, scale.repeats, **{name: n}) for name, n in layouts.items() if n > 1}
     if rank == 0:
-        answers.put(tuple(found))
+        answers.put((*found, hosts))
     dist.destroy_process_group()

@@ -26,7 +26,7 @@ from .step_time import block_seconds
 
 BLOCKS, HELD = 4, 3.0  # of a stack under load, and the seconds of it
 FEW = 64  # tokens with which the device waits for the host
-NARROW = {"width": 512, "heads": 4, "glu_width": 1344, "vocab_size": 512, "tpe": False}  # parameters that stage 3 cuts
+NARROW = {"width": 512, "heads": 4, "glu_width": 1344, "vocab_size": 512, "tpe": False}  # so that the host is slower
 SHORT, LONG = 2, 8  # blocks, whose difference is without the rest of a step
 
 
@@ -112,25 +112,33 @@ def sustained(config: ModelConfig, device: torch.device, rows: int, length: int,
     return found / (config.layers * max(parts, hardware.host_block_s))
 
 
-def host_stage_3(device: torch.device, repeats: int) -> float:
-    """Seconds of the host for a block's passes and update under ZeRO-3; called on every rank of the started group."""
+def host_among_ranks(device: torch.device, repeats: int, **parallel: int) -> float:
+    """Seconds of the host for a block's passes, with ZeRO-3 its update too; called on every rank of the started group.
+
+    Args:
+        parallel: fields of a run's ``parallel``: tensor, sequence, zero_stage.
+    """
+    from megatron.core import parallel_state
+
     from ..parallel.layout import Groups, Layout
 
-    groups = Groups(Layout(1, 1, 1, dist.get_world_size()))
-    short, long = (_step_of_stage_3(layers, groups, device, repeats) for layers in (SHORT, LONG))
+    tensor, sequence = parallel.get("tensor", 1), parallel.get("sequence", 1)
+    groups = Groups(Layout(tensor, 1, sequence, dist.get_world_size() // (tensor * sequence)))
+    short, long = (_step_among_ranks(layers, groups, device, repeats, parallel) for layers in (SHORT, LONG))
+    parallel_state.destroy_model_parallel()  # for the next layout
     return max(0.0, long - short) / (LONG - SHORT)
 
 
-def _step_of_stage_3(layers: int, groups: Any, device: torch.device, repeats: int) -> float:
+def _step_among_ranks(layers: int, groups: Any, device: torch.device, repeats: int, parallel: dict[str, int]) -> float:
     from ..training.engine import build_engine
 
-    world = groups.layout.world
+    batch = groups.layout.data
     config = validate(
         {
             "model": {**NARROW, "layers": layers},
             "data": {"path": "none", "sequence_length": FEW},
-            "train": {"steps": 1000, "global_batch": world, "micro_batch": 1, "precision": "bf16"},
-            "parallel": {"zero_stage": 3},
+            "train": {"steps": 1000, "global_batch": batch, "micro_batch": 1, "precision": "bf16"},
+            "parallel": parallel,
         },
         "calibration",
     )
@@ -141,7 +149,7 @@ def _step_of_stage_3(layers: int, groups: Any, device: torch.device, repeats: in
     for step in range(5 + repeats):
         wait(device)
         began = time.perf_counter()
-        engine.train_step(batches, step, world)
+        engine.train_step(batches, step, batch)
         wait(device)
         times.append(time.perf_counter() - began)
     engine.engine.destroy()
