@@ -11,7 +11,7 @@ the same result up to rounding:
 The backward pass goes the other way: gradients of what arrived are gathered (or handed on from the last rank to the
 first), and each rank differentiates its own merges, which it does again. What travels does not depend on the number of
 tokens: per row a state, once forward and, without its maximum and length (by kernels, with its maximum), once backward.
-What was gathered is kept where a block computes its activations again, which then waits for no other rank (`Kept`).
+What was gathered is kept where a block computes its activations again, which then waits for no other rank (`Gathering`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,41 @@ from torch import Tensor
 from .segments import Line, SequencePlace, all_gather
 from .states import BLOCKS, Algebra, gradients
 
+Kept = dict[bool, Tensor]  # what a checkpointed block has gathered, by whether the line runs backwards
 
-class Kept:
-    """What the exchanges of a checkpointed block gathered, from its forward pass to the one that is done again."""
 
-    def __init__(self) -> None:
-        self.buffers: dict[bool, Tensor] = {}  # by whether the line runs backwards
+class Gathering:
+    """All-gathers of one exchange, one under way at a time. With ``kept``, empty in a block's forward pass, what that gathers
+    is there when the block is computed again, and nothing travels."""
 
-    def take(self, backwards: bool) -> Tensor | None:
-        """What was gathered before, once."""
-        return self.buffers.pop(backwards, None)
+    def __init__(self, line: Line, place: SequencePlace, kept: Kept | None = None):
+        self.line, self.place, self.kept = line, place, kept
+        self.buffer: Tensor | None = None
+        self.work: Any = None
+
+    def gather(self, payload: Tensor) -> None:
+        """Start an all-gather of this rank's payload."""
+        self.buffer = payload.new_empty(self.place.size, payload.numel())
+        self.place.traffic.add(payload, self.place.size - 1)
+        self.work = all_gather(self.buffer.view(-1), payload, group=self.place.group, async_op=True)
+
+    def gather_forward(self, payload: Callable[[], Tensor]) -> None:
+        """The same of what ``payload`` gives, but where it is kept."""
+        kept, self.kept = self.kept, None
+        self.buffer = None if kept is None else kept.pop(self.line.backwards, None)
+        if self.buffer is None:
+            self.gather(payload())
+            if kept is not None:
+                assert self.buffer is not None
+                kept[self.line.backwards] = self.buffer
+
+    def taken(self) -> Tensor:
+        """What was gathered, [ranks, payload], in order of rank; waits for it."""
+        assert self.buffer is not None
+        if self.work is not None:
+            self.work.wait()
+        buffer, self.buffer, self.work = self.buffer, None, None
+        return buffer
 
 
 def arriving(
@@ -59,8 +84,7 @@ def arriving(
     Returns:
         A state like ``state``; the identity where nothing arrives.
     """
-    job = _Job(algebra, state, line, place)
-    job.kept = kept
+    job = _Job(algebra, state, line, place, kept)
     if place.gathers:
         sent = _Start.apply(job, *algebra.flows(state))
         if meanwhile is not None:
@@ -74,16 +98,14 @@ def arriving(
     return algebra.put(arrived, flows)
 
 
-class _Job:
+class _Job(Gathering):
     """One exchange: what its two halves share, forward and backward."""
 
-    def __init__(self, algebra: Algebra, state: Any, line: Line, place: SequencePlace):
-        self.algebra, self.line, self.place = algebra, line, place
+    def __init__(self, algebra: Algebra, state: Any, line: Line, place: SequencePlace, kept: Kept | None):
+        super().__init__(line, place, kept)
+        self.algebra = algebra
         self.local = type(state)(*(x.detach() for x in state))
         self.arrived: Any = None
-        self.kept: Kept | None = None
-        self.buffer: Tensor | None = None
-        self.work: Any = None
         # Of the backward pass, from `_Finish` to `_Start`: states of all positions, what arrived here, the parameter.
         self.tails: list[Any] = []
         self.before: Any = None
@@ -113,21 +135,9 @@ class _Job:
         return torch.bfloat16 if shrinks else x.dtype
 
     # All-gather ------------------------------------------------------------------------------------------------------
-    def gather(self, tensors: Sequence[Tensor]) -> None:
-        """Start an all-gather of this rank's tensors."""
-        payload = self.pack(tensors)
-        self.buffer = payload.new_empty(self.place.size, payload.numel())
-        self.place.traffic.add(payload, self.place.size - 1)
-        self.work = all_gather(self.buffer.view(-1), payload, group=self.place.group, async_op=True)
-
     def gathered(self) -> Tensor:
         """What was gathered, uint8 [ranks, bytes] in order of travel."""
-        assert self.buffer is not None
-        if self.work is not None:
-            self.work.wait()
-        buffer, self.buffer, self.work = self.buffer, None, None
-        if self.kept is not None:
-            self.kept.buffers[self.line.backwards], self.kept = buffer, None
+        buffer = self.taken()
         return buffer.flip(0) if self.line.backwards else buffer
 
     def fold(self, tails: Sequence[Any], end: int, parameter: Tensor | None) -> Any:
@@ -259,11 +269,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: _Job, *flows: Tensor) -> tuple[Tensor, ...]:
         ctx.job = job
-        job.buffer = None if job.kept is None else job.kept.take(job.line.backwards)
-        if job.buffer is None:
-            job.gather(job.local)
-        else:
-            job.kept = None
+        job.gather_forward(lambda: job.pack(job.local))
         return tuple(x.view_as(x) for x in flows)
 
     @staticmethod
@@ -289,7 +295,7 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         job: _Job = ctx.job
         gathered, parameter = ctx.saved_tensors
-        job.gather(grads)
+        job.gather(job.pack(grads))
         job.parameter = None if parameter is None else parameter.detach()
         job.tails = job.states(gathered)
         job.before = job.fold(job.tails, job.line.position, job.parameter)

@@ -14,8 +14,8 @@ import torch
 from lightnet_kernels import ScanState
 from torch import Tensor
 
-from .exchange import Kept
-from .segments import Line, SequencePlace, all_gather
+from .exchange import Gathering, Kept
+from .segments import Line, SequencePlace
 
 
 def serves(state: Any, place: SequencePlace) -> bool:
@@ -41,8 +41,7 @@ def fused_arriving(
 
     As `exchange.arriving` between selecting the segments that travel and giving what arrives to those that receive.
     """
-    job = _Job(ScanState(*(x.detach().contiguous() for x in state)), line, place)
-    job.kept = kept
+    job = _Job(ScanState(*(x.detach().contiguous() for x in state)), line, place, kept)
     sent = _Send.apply(job, state.sum, state.kv)
     if meanwhile is not None:
         meanwhile()
@@ -52,37 +51,20 @@ def fused_arriving(
     return received._replace(sum=total, kv=kv)
 
 
-class _Job:
+class _Job(Gathering):
     """One exchange: what its halves share."""
 
-    def __init__(self, local: ScanState, line: Line, place: SequencePlace):
+    def __init__(self, local: ScanState, line: Line, place: SequencePlace, kept: Kept | None):
         from lightnet_kernels import triton_exchange
 
+        super().__init__(line, place, kept)
         self.kernels = triton_exchange
         self.local: ScanState | None = local
-        self.line, self.place = line, place
         self.numbers = (place.size, line.position, line.source.shape[0])
         self.received: ScanState | None = None
-        self.kept: Kept | None = None
-        self.buffer: Tensor | None = None
-        self.work: Any = None
         # From `_Receive` to `_Send`, backward.
         self.gathered: Tensor | None = None
         self.theta: Tensor | None = None
-
-    def gather(self, payload: Tensor) -> None:
-        self.buffer = payload.new_empty(self.place.size, payload.numel())
-        self.place.traffic.add(payload, self.place.size - 1)
-        self.work = all_gather(self.buffer.view(-1), payload, group=self.place.group, async_op=True)
-
-    def taken(self) -> Tensor:
-        assert self.buffer is not None
-        if self.work is not None:
-            self.work.wait()
-        buffer, self.buffer, self.work = self.buffer, None, None
-        if self.kept is not None:
-            self.kept.buffers[self.line.backwards], self.kept = buffer, None
-        return buffer
 
 
 class _Send(torch.autograd.Function):
@@ -91,11 +73,8 @@ class _Send(torch.autograd.Function):
         assert job.local is not None
         ctx.job = job
         ctx.save_for_backward(job.local.max)
-        job.buffer = None if job.kept is None else job.kept.take(job.line.backwards)
-        if job.buffer is None:
-            job.gather(job.kernels.packed(job.local, job.line.source, True))
-        else:
-            job.kept = None
+        local = job.local
+        job.gather_forward(lambda: job.kernels.packed(local, job.line.source, True))
         return total.view_as(total), kv.view_as(kv)
 
     @staticmethod

@@ -124,7 +124,7 @@ class SequenceExchange:
 
     def again(self) -> SequenceExchange:
         """The same for one scan that is computed twice, as activation checkpointing does: states travel once."""
-        return replace(self, kept=Kept())
+        return replace(self, kept={})
 
     def scan(self, theta: Tensor | None, meanwhile: Callable[[], None] | None = None) -> ScanExchange:
         """Exchange for an additive scan with frequencies ``theta`` [H, D].
