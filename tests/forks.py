@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
@@ -81,18 +82,31 @@ class Forks:
 
 
 def _call(request: dict[str, Any], replies: IO[str]) -> NoReturn:
-    code: Any = 1
-    try:
+    def run() -> Any:
         os.setsid()
-        os.close(replies.fileno())
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        detach(replies, request["log"], os.O_APPEND)
         os.environ.update(request["environment"])
         module, _, name = request["target"].partition(":")
         sys.argv[1:] = request["arguments"]
-        code = int(getattr(importlib.import_module(module), name)() or 0)
+        return getattr(importlib.import_module(module), name)()
+
+    end_with(run)
+
+
+def detach(replies: IO[str], log: str, flags: int) -> None:
+    """Of a fork: what it reads is nothing, what it writes goes to the log, and it answers nobody."""
+    os.close(replies.fileno())
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    file = os.open(log, os.O_WRONLY | flags, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+def end_with(run: Callable[[], Any]) -> NoReturn:
+    """Of a fork: its life, and its exit code."""
+    code = 1
+    try:
+        code = int(run() or 0)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

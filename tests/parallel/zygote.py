@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, NoReturn
 
 from lightnet_llm.launch.hosts import free_port
+from tests.forks import detach, end_with
 
 INTERVAL = 0.02  # seconds between looks at running ranks
 
@@ -54,8 +55,8 @@ class Run:
 
 def train(plant: str, arguments: list[str]) -> NoReturn:
     """The life of a rank, which finds its place in the environment."""
-    code = 1
-    try:
+
+    def run() -> None:
         for name in filter(None, plant.split(",")):
             from tests.parallel import faults
 
@@ -64,24 +65,15 @@ def train(plant: str, arguments: list[str]) -> NoReturn:
 
         sys.argv[1:] = arguments
         start()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+
+    end_with(run)
 
 
 def _fork(rank: int, port: int, request: dict[str, Any], forks: bool, replies: IO[str]) -> int:
     pid = os.fork()
     if pid:
         return pid
-    os.close(replies.fileno())
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    log = os.open(f"{request['log']}.rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    detach(replies, f"{request['log']}.rank{rank}", os.O_CREAT | os.O_TRUNC)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["world"], "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     os.environ.update(request["environment"])

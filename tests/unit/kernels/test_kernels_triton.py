@@ -223,8 +223,6 @@ def test_the_quick_interpreter_gives_the_plain_ones_bits(causal):
 
     from . import quick_interpreter
 
-    if not triton.__version__.startswith("3.6."):
-        pytest.skip(f"made for Triton 3.6, this is {triton.__version__}")
     leaves = {name: x.bfloat16().requires_grad_() for name, x in make(1, 70, 1, 24, 20).items() if name != "theta"}
     leaves["theta"] = make(1, 1, 1, 24, 20)["theta"].float().requires_grad_()
 
@@ -235,7 +233,8 @@ def test_the_quick_interpreter_gives_the_plain_ones_bits(causal):
     patch, quick = interpreter._patch_lang, run()
     quick_interpreter.remove()
     try:
-        assert interpreter._patch_lang is not patch
+        made_for_it = triton.__version__.startswith(quick_interpreter.RELEASE)
+        assert (interpreter._patch_lang is not patch) == made_for_it, "another release runs as it is"
         plain = run()
     finally:
         quick_interpreter.install()
