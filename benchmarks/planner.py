@@ -70,6 +70,10 @@ CASES = {
     "2.9b-shared": Case("pile_2.9b", 2, 4, 4, more=_parallel(tensor=2, tensor_sequence_parallel=True), committed=True),
     "2.9b-zero2": Case("pile_2.9b", 2, 4, 2, more=_parallel(zero_stage=2, recompute_every=1)),
     "379m-sequence": Case("pile_379m", 2, 1, 1, 32768, more=_parallel(sequence=2)),
+    "379m-shared": Case("pile_379m", 2, 8, 8, more=_parallel(tensor=2, tensor_sequence_parallel=True), committed=True),
+    "150m-tensor": Case("pile_150m", 2, 8, 8, more=_parallel(tensor=2), committed=True),
+    "1b-sequence": Case("pile_1b", 2, 1, 1, 32768, more=_parallel(sequence=2), committed=True),
+    "150m-sequence": Case("pile_150m", 2, 1, 1, 65536, more=_parallel(sequence=2), committed=True),
 }
 _TINY = ("model.layers=2", "model.width=64", "model.heads=4", "model.glu_width=90", "model.vocab_size=300")
 SMOKE = {
