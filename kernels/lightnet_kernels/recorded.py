@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -218,7 +218,7 @@ def _record(
 
     The function runs once more for it, on the same tensors, and its backward pass on gradients of zeros.
     """
-    if any(type(x) not in PLAIN or x._backward_hooks for x in (*inputs, *weights)):
+    if any(type(x) not in PLAIN for x in (*inputs, *weights)) or any(x._backward_hooks for x in inputs):
         return None
     leaves = [x.detach().requires_grad_(grad and x.requires_grad) for x in inputs]
     given = [*leaves, *weights, *opaque]
@@ -227,10 +227,24 @@ def _record(
         return None
     forward, kept = _GradTape(given, len(opaque)), _Kept()
     try:
-        return _noted(run, leaves, opaque, given, forward, kept, grad)
+        with _without_hooks(weights):
+            return _noted(run, leaves, opaque, given, forward, kept, grad)
     finally:  # autograd's saved tensors hold the hooks, and those the tape, where nothing collects garbage
         forward.tensors.clear()
         kept.tensors.clear()
+
+
+@contextlib.contextmanager
+def _without_hooks(weights: Sequence[Tensor]) -> Iterator[None]:
+    """What waits for weights' gradients gets those of replays, and is no step of them."""
+    waiting = [(x, x._backward_hooks) for x in weights if x._backward_hooks]
+    try:
+        for x, _ in waiting:
+            x._backward_hooks = None
+        yield
+    finally:
+        for x, hooks in waiting:
+            x._backward_hooks = hooks
 
 
 def _noted(

@@ -49,8 +49,8 @@ class Slot(int):
 class Tape(TorchDispatchMode):
     """The steps of one call. A slot is a value of a call: an input, a constant, or what a step makes.
 
-    Steps: ("op", function, arguments, keywords, slot or slots), ("view", slot, base, size, stride, further elements) and
-    ("launch", what starts a kernel, grid, slots, constants).
+    Steps: ("op", function, arguments, keywords, slot, slots or None), ("view", slot, base, size, stride, further elements)
+    and ("launch", what starts a kernel, grid, slots, constants).
     """
 
     def __init__(self, inputs: Sequence[Any]):
@@ -94,6 +94,9 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         templates = self._template(args), self._template(kwargs)
+        if func.namespace == "c10d":  # a collective, which writes what it was given
+            self.steps.append(("op", run := _waited_for(func), *templates, None))
+            return run(*args, **kwargs)
         out = func(*args, **kwargs)
         several = isinstance(out, tuple | list)
         outs = list(out) if several else [out]
@@ -161,6 +164,17 @@ _EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.d
 _ZERO = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
 # The same, called with less work.
 _DIRECT = {_aten.mm.default: torch.mm, _aten.add.Tensor: torch.add, _aten.mul.Tensor: torch.mul}
+
+
+def _waited_for(collective: Any) -> Callable[..., Any]:
+    """A collective that is over, for the caller's stream, when the next step begins."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = collective(*args, **kwargs)
+        (out[-1] if isinstance(out, tuple) else out).wait()  # the work, beside tensors or alone
+        return out
+
+    return call
 
 
 def _maker(func: Any, out: Tensor) -> Callable[..., Tensor] | None:
@@ -261,7 +275,8 @@ class Recording:
             _, func, args, kwargs, slots = step
             text = [*map(self._text, args), *(f"{name}={self._text(x)}" for name, x in kwargs.items())]
             to = ", ".join(f"v{slot}" for slot in slots) + "," if isinstance(slots, list) else f"v{slots}"
-            return [f"{to} = {self._name(_DIRECT.get(func, func))}({', '.join(text)})"]
+            call = f"{self._name(_DIRECT.get(func, func))}({', '.join(text)})"
+            return [call if slots is None else f"{to} = {call}"]
         _, run, grid, slots, rest = step
         tensors = [x for x in dict.fromkeys(slots) if x not in tape.constants or isinstance(tape.constants[x], Tensor)]
         names, lines = dict.fromkeys(slots, "v"), []

@@ -45,7 +45,7 @@ class Block(nn.Module):
         self.index, self.dropout = index, config.dropout
         self.drop_path = config.drop_path * index / max(config.layers - 1, 1)
         self.causal, self.layers_set = config.causal, layers
-        self.key = repr((config, type(layers)))
+        self.key = repr((config, layers.key))
         self.recompute = False  # whether training computes activations again in the backward pass, to save memory
         self.attention_norm = Norm(config.norm, config.width, config.norm_eps)
         self.attention = LightNetAttention(config, layers)
@@ -72,7 +72,7 @@ class Block(nn.Module):
     def _repeats(self, context: ForwardContext) -> bool:
         """Whether a block's steps are those of another."""
         drops = context.dropout is not None and (self.dropout > 0 or self.drop_path > 0)
-        return not drops and not context.decode and self.layers_set.tensor_parallel == 1
+        return not drops and not context.decode
 
     def _whole(self, x: Tensor, context: ForwardContext, again: bool) -> Tensor | None:
         def run(x: Tensor, *others: Any) -> Tensor:

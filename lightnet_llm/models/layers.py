@@ -51,10 +51,9 @@ class _TwoProducts(torch.autograd.Function):
 
 
 def _joins(layer: nn.Module, x: Tensor) -> bool:
-    """Whether a layer's output is the product with its weight, and nothing else looks at its call."""
+    """Whether the output of a layer of products is just that, and nothing else looks at its call."""
     return (
-        type(layer) is nn.Linear
-        and not hooked(layer)  # before the weight is looked at: ZeRO-3 then gathers it, with the module outside
+        not hooked(layer)  # before the weight is looked at: ZeRO-3 then gathers it, with the module outside
         and layer.bias is None
         and type(layer.weight) is nn.Parameter
         and layer.weight.dtype == x.dtype
@@ -74,6 +73,8 @@ class PlainLayers:
         tensor_rank: this process among them.
         token_shard: (rank, number of ranks) that share the tokens of the residual stream.
         group: their process group, None for one.
+        products: kinds of layers whose output is the product with their weight, where they have no bias.
+        key: what decides the steps of these layers, beside their shapes.
         vocab_multiple: the vocabulary is padded to a multiple of this.
     """
 
@@ -81,9 +82,11 @@ class PlainLayers:
     tensor_rank = 0
     token_shard = (0, 1)
     group: Any = None
+    products: tuple[type[nn.Module], ...] = (nn.Linear,)
 
     def __init__(self, vocab_multiple: int = 128):
         self.vocab_multiple = vocab_multiple
+        self.key: tuple[Any, ...] = (type(self).__name__,)
 
     def split(self, size: int) -> int:
         """This rank's share of ``size`` features, padded up where the ranks do not divide it."""
@@ -97,7 +100,7 @@ class PlainLayers:
         """What two layers make of one input."""
         plain = torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(x) is Tensor
         plain = plain and not _transformed() and not torch.is_autocast_enabled(x.device.type)
-        if plain and _joins(one, x) and _joins(two, x):
+        if plain and type(one) in self.products and type(two) in self.products and _joins(one, x) and _joins(two, x):
             both: tuple[Tensor, Tensor] = _TwoProducts.apply(x, one.weight, two.weight)
             return both
         return one(x), two(x)

@@ -9,6 +9,8 @@ import torch
 from lightnet_kernels import recordable, recorded
 from torch import Tensor, nn
 
+PACKAGES = (__package__, f"{__package__.rpartition('.')[0]}.parallel")  # whose modules do what their configuration says
+
 
 def replayed(
     run: Callable[..., Any],
@@ -42,7 +44,7 @@ def replayed(
 def _gather(module: nn.Module, tensors: list[Tensor], kinds: list[Any]) -> bool:
     """Adds all parameters and buffers in order, and modules' types; false where a module may do something else than its
     configuration says: one from elsewhere (an adapter), a forward of its own, a hook that waits for its call."""
-    own = type(module) is nn.Linear or type(module).__module__.rpartition(".")[0] == __package__
+    own = type(module) is nn.Linear or type(module).__module__.rpartition(".")[0] in PACKAGES
     if not own or hooked(module):
         return False
     kinds.append(type(module))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 
 from ..models.layers import PlainLayers
 from ..models.parameters import spec_of
+
+_SERIALS = itertools.count()
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -56,9 +59,12 @@ class MegatronLayers(PlainLayers):
             sequence parallelism): activations are then [1, tokens / ranks, width], in order of ranks.
     """
 
+    products = (nn.Linear, ColumnLinear)
+
     def __init__(self, group: dist.ProcessGroup, vocab_multiple: int = 128, share_tokens: bool = False):
         super().__init__(vocab_multiple)
         self.group = group
+        self.key += (next(_SERIALS),)  # of another group, collectives are others
         self.tensor_parallel = dist.get_world_size(group)
         self.tensor_rank = dist.get_rank(group)
         self.shares = share_tokens and self.tensor_parallel > 1

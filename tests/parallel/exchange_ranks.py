@@ -318,8 +318,8 @@ def _plant_in_kernels(name: str) -> None:
         exchange.given = lambda *x: tuple(torch.zeros_like(y) for y in given(*x))
 
 
-def run_all(device: str, backend: str, dtype: torch.dtype) -> None:
-    group = dist.group.WORLD
+def run_all(device: str, backend: str, name: str) -> None:
+    group, dtype = dist.group.WORLD, getattr(torch, name)
     rank, size = dist.get_rank(), dist.get_world_size()
     if os.environ.get("PLANT"):
         plant(os.environ["PLANT"])
@@ -370,12 +370,12 @@ def attempt(label: str, check: Callable[..., None], *arguments: Any) -> None:
         raise AssertionError(f"{label}: {error}") from error
 
 
-def rank_main(device: str, backend: str, dtype: str) -> None:
+def rank_main(run: Callable[..., None], device: str, *arguments: str) -> None:
     """One rank, placed by the environment."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    run_all(device, backend, getattr(torch, dtype))
+    run(device, *arguments)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -386,18 +386,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def main() -> int:
-    world, device, backend, dtype = (
-        int(sys.argv[1]),
-        *(*sys.argv[2:], *("cpu", "torch", "float64")[len(sys.argv) - 2 :]),
-    )
+def on_ranks(module: str, run: Callable[..., None], world: int, device: str, *arguments: str) -> int:
+    """What the module does with these arguments: ``run(device, *arguments)`` on so many ranks. Returns the worst exit code."""
     where = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if os.environ.get("RANK"):
-        rank_main(device, backend, dtype)
+        rank_main(run, device, *arguments)
         return 0
     os.environ.update(where)
     if device == "cuda":  # does not survive a fork
-        command = [sys.executable, "-m", "tests.parallel.exchange_ranks", *sys.argv[1:]]
+        command = [sys.executable, "-m", module, str(world), device, *arguments]
         ranks = [subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}) for rank in range(world)]
         return max(abs(process.wait()) for process in ranks)
     torch.set_num_threads(1)
@@ -411,13 +408,18 @@ def main() -> int:
         if pid == 0:
             os.environ["RANK"] = str(rank)
             try:
-                rank_main(device, backend, dtype)
+                rank_main(run, device, *arguments)
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
         pids.append(pid)
     return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
+
+
+def main() -> int:
+    given = (*sys.argv[2:], *("cpu", "torch", "float64")[len(sys.argv) - 2 :])
+    return on_ranks("tests.parallel.exchange_ranks", run_all, int(sys.argv[1]), *given)
 
 
 if __name__ == "__main__":

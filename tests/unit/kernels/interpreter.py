@@ -6,6 +6,8 @@ itself again in another process, a fork of one that has imported Triton and the 
 
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -33,6 +35,24 @@ def run_inside(file: str, *options: str) -> None:
     arguments = ["-q", "-p", "no:cacheprovider", *options, file]
     done = FORKS.run("tests.unit.kernels.interpreter:main", *arguments, timeout=280)
     assert done.code == 0, done.output[-4000:]
+
+
+def kernels_on_cpu(replace: Callable[..., Any]) -> None:
+    """Have operators of a block use Triton's kernels for CPU tensors, too.
+
+    Args:
+        replace: as ``setattr``.
+    """
+    for name, choice, at in (("scan", "choose_backend", 0), ("companions", "choose_triton", 1)):
+        choose = getattr(sys.modules[f"lightnet_kernels.{name}"], choice)
+
+        def by(*given: Any, choose: Callable[..., Any] = choose, at: int = at, **options: Any) -> Any:
+            return choose(*given[:at], "triton", *given[at + 1 :], **options)
+
+        for name in ("scan", "norms", "swiglu", "modulation"):
+            user = sys.modules[f"lightnet_kernels.{name}"]
+            if getattr(user, choice, None) is choose:
+                replace(user, choice, by)
 
 
 def main() -> int:

@@ -233,13 +233,25 @@ def test_a_recording_keeps_no_tensor_of_its_call(constant):
     assert made and all(one() is None for one in made) and bool(pairs()) is not constant
 
 
-def test_hooks_and_other_tensors_are_run():
+def test_hooks_of_weights_wait_for_replays():
+    """They see a gradient once a pass, and what they make of it counts; they are no steps of a recording."""
     model, seen = Example(0), []
-    model.first.register_hook(lambda grad: seen.append(grad))
-    for _ in range(4):
+    model.first.register_hook(lambda grad: seen.append(grad.clone()) or 2 * grad)
+    for calls in range(1, 5):
+        model.first.grad = None
+        model.call(draw(0, 2, 4).requires_grad_()).sum().backward()
+        assert len(seen) == calls and torch.equal(model.first.grad, 2 * seen[-1])
+    assert all(torch.equal(x, seen[0]) for x in seen) and len(pairs()) == 1
+
+
+def test_hooks_of_inputs_are_run():
+    model, seen = Example(0), []
+    for calls in range(1, 5):
         x = draw(0, 2, 4).requires_grad_()
+        x.register_hook(seen.append)
         model.call(x).sum().backward()
-    assert len(seen) == 4 and not pairs()
+        assert len(seen) == calls
+    assert not pairs()
 
 
 def test_a_failure_leaves_no_recording():

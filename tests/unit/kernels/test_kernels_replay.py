@@ -15,7 +15,7 @@ from lightnet_kernels import triton_replay
 from lightnet_kernels.recording import Recording
 from lightnet_kernels.triton_replay import replayed
 
-from .interpreter import inside, outside, run_inside
+from .interpreter import inside, kernels_on_cpu, outside, run_inside
 
 
 @pytest.fixture(autouse=True)
@@ -268,15 +268,7 @@ def test_blocks_are_recorded_whole(causal, again, modulated, dtype, monkeypatch)
 
     found = sys.modules["lightnet_kernels.recorded"]
     found._recordings.clear()
-    for name in ("scan", "companions"):
-        part = sys.modules[f"lightnet_kernels.{name}"]
-        choose = getattr(part, "choose_backend" if name == "scan" else "choose_triton")
-        for user in ("scan", "norms", "swiglu", "modulation"):
-            user = sys.modules[f"lightnet_kernels.{user}"]
-            if getattr(user, choose.__name__, None) is choose:
-                at = 0 if name == "scan" else 1
-                by = lambda *a, choose=choose, at=at, **k: choose(*a[:at], "triton", *a[at + 1 :], **k)  # noqa: E731
-                monkeypatch.setattr(user, choose.__name__, by)
+    kernels_on_cpu(monkeypatch.setattr)
     fields = {"layers": 2, "width": 32, "heads": 1, "glu_width": 40, "causal": causal, "norm": "layer"}
     if modulated:
         image = {"size": [4, 4], "patch": 2, "channels": 3, "classes": 5}

@@ -1,4 +1,4 @@
-"""Sequence parallelism on two GPUs with NCCL: scans and training against one GPU."""
+"""Sequence and tensor parallelism on two GPUs with NCCL: scans, blocks and training against one GPU."""
 
 import os
 import subprocess
@@ -17,15 +17,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_scans_over_ranks_equal_one(backend: str, dtype: str) -> None:
     """Causal and bidirectional scans and MD-TPE, both exchanges: outputs and every gradient; bytes that do not grow."""
-    world = str(min(4, torch.cuda.device_count()))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.parallel.exchange_ranks", world, "cuda", backend, dtype],
-        cwd=ROOT,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    on_ranks("exchange_ranks", str(min(4, torch.cuda.device_count())), "cuda", backend, dtype)
+
+
+def test_recorded_blocks_over_ranks() -> None:
+    """The bits of their modules, with tokens shared and not, kept and computed again."""
+    on_ranks("block_ranks", "2", "cuda")
+
+
+def on_ranks(module: str, *arguments: str) -> None:
+    command = [sys.executable, "-m", f"tests.parallel.{module}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
 
 
@@ -35,6 +37,9 @@ LAYOUTS = {
     "gathered": ["parallel.sequence=2"],
     "handed_on": ["parallel.sequence=2", "parallel.sequence_exchange=prefix"],
     "recomputed": ["parallel.sequence=2", "parallel.recompute_every=1"],
+    "tensor": ["parallel.tensor=2"],
+    "shared": ["parallel.tensor=2", "parallel.tensor_sequence_parallel=true"],
+    "shared_recomputed": ["parallel.tensor=2", "parallel.tensor_sequence_parallel=true", "parallel.recompute_every=1"],
     "bf16_in_flight": ["parallel.sequence=2", "parallel.sequence_exchange_dtype=bf16"],
 }
 

@@ -1,0 +1,106 @@
+"""Blocks split over tensor-parallel ranks and recorded whole, beside the same blocks run by their modules: on every rank.
+
+python -m tests.parallel.block_ranks WORLD [DEVICE]   forks (CPU, under Triton's interpreter) or spawns WORLD ranks
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from lightnet_kernels.recorded import _Pair
+from torch import Tensor
+
+from lightnet_llm.config.model import ModelConfig
+from lightnet_llm.models import recorded
+from lightnet_llm.models.block import Block
+from lightnet_llm.models.context import ForwardContext
+from lightnet_llm.models.parameters import initialize, spec_of
+from lightnet_llm.parallel.megatron import MegatronLayers
+from tests.parallel.exchange_ranks import attempt, on_ranks
+
+TOKENS, WIDTH = 70, 64
+PACKINGS = ([0, 70], [0, 30, 70], [0, 1, 1, 69, 70], [0, 70])
+
+
+def blocks_of(config: ModelConfig, shares: bool, again: bool, device: str) -> list[Block]:
+    layers = MegatronLayers(dist.group.WORLD, share_tokens=shares)  # type: ignore[arg-type]
+    found = [Block(config, layers, index) for index in range(config.layers)]
+    for number, block in enumerate(found):
+        initialize(block, number)
+        block.recompute = again
+        for parameter in block.to(device).parameters():
+            keeps = spec_of(parameter).keep_fp32
+            parameter.data = 4 * parameter.data.to(torch.float32 if keeps else torch.bfloat16)
+        layers.sum_shared_gradients(block)
+    return found
+
+
+def step(blocks: list[Block], seed: int, device: str) -> list[Tensor]:
+    """Output and every gradient of a batch."""
+    rank, ranks = blocks[0].layers_set.token_shard
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(2, ranks, 1, TOKENS // ranks, WIDTH, generator=generator).bfloat16()
+    x, upstream = whole[:, rank]
+    leaf = output = x.to(device).requires_grad_()
+    context = ForwardContext(torch.tensor(PACKINGS[seed], dtype=torch.int32))
+    for block in blocks:
+        output, _ = block(output, context)
+        block.zero_grad()
+    output.backward(upstream.to(device))
+    gradients = [x.grad for block in blocks for x in block.parameters()]
+    assert leaf.grad is not None and all(x is not None and bool(x.any()) for x in gradients)
+    return [output.detach(), leaf.grad, *(x.clone() for x in gradients if x is not None)]
+
+
+def check_blocks(shares: bool, again: bool, device: str) -> None:
+    """Bits are those of modules, for other packings; hooks that sum gradients run once."""
+    config = ModelConfig(layers=2, width=WIDTH, heads=2, glu_width=80, vocab_size=9, gate_rank=8)
+    blocks, recordable = blocks_of(config, shares, again, device), recorded.recordable
+    known = sys.modules["lightnet_kernels.recorded"]._recordings
+    known.clear()
+    try:
+        recorded.recordable = lambda x, decided=None: False  # type: ignore[assignment]
+        wanted = [step(blocks, seed, device) for seed in range(len(PACKINGS))]
+        recorded.recordable = recordable if device == "cuda" else lambda x, decided=None: True  # type: ignore[assignment]
+        found = [step(blocks, seed, device) for seed in range(len(PACKINGS))]
+    finally:
+        recorded.recordable = recordable
+    assert [type(x) for x in known.values()] == [_Pair]
+    pair = next(iter(known.values()))
+    for part in (pair.forward, pair.backward):
+        assert any("waited_for" in getattr(x, "__qualname__", "") for x in part.names.values()), part.source
+    for seed, (one, two) in enumerate(zip(found, wanted, strict=True)):
+        same = [torch.equal(x, y) for x, y in zip(one, two, strict=True)]
+        assert all(same), (seed, same)
+
+
+def scattered(output: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
+    """gloo's own copies where Python waits for it, in sight of what records steps."""
+    total = x.clone()
+    dist.all_reduce(total, group=group)
+    output.copy_(total.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+
+def run_all(device: str) -> None:
+    """Every case."""
+    if device == "cpu":
+        from megatron.core.tensor_parallel import mappings
+
+        from tests.unit.kernels.interpreter import kernels_on_cpu
+
+        torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+        mappings.dist_reduce_scatter_func = scattered
+        kernels_on_cpu(setattr)
+    for shares in (False, True):
+        for again in (False, True):
+            attempt(f"shares={shares} again={again}", check_blocks, shares, again, device)
+
+
+def main() -> int:
+    return on_ranks("tests.parallel.block_ranks", run_all, int(sys.argv[1]), *(sys.argv[2:] or ["cpu"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
