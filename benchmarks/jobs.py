@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -84,9 +85,14 @@ def run_job(
         ]
         for rank in ranks:
             rank.start()
-        end = time.time() + seconds
+        end, died = time.time() + seconds, list[str]()
         while any(rank.is_alive() for rank in ranks):
             if time.time() > end or any(rank.exitcode for rank in ranks):
+                died = [
+                    f"rank {n}: {signal.Signals(-x.exitcode).name}"
+                    for n, x in enumerate(ranks)
+                    if (x.exitcode or 0) < 0
+                ]
                 time.sleep(GRACE)
                 for rank in ranks:
                     rank.kill()
@@ -95,7 +101,7 @@ def run_job(
             return json.loads(found.read_text())
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.is_file() else []
         short = any("OutOfMemoryError" in line or "out of memory" in line for line in lines)
-        return {"failed": "out of memory" if short else " | ".join(lines[-3:])[-400:] or "time is up"}
+        return {"failed": "out of memory" if short else " | ".join([*lines[-3:], *died])[-400:] or "time is up"}
 
 
 def _rank(job: Callable[[Any], Any], request: Any, where: dict[str, str], threads: int, folder: str) -> None:

@@ -95,7 +95,8 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         templates = self._template(args), self._template(kwargs)
         if func.namespace == "c10d":  # a collective, which writes what it was given
-            self.steps.append(("op", run := _waited_for(func), *templates, None))
+            run = func if _on_callers_stream(func, args, kwargs) else _waited_for(func)
+            self.steps.append(("op", run, *templates, None))
             return run(*args, **kwargs)
         out = func(*args, **kwargs)
         several = isinstance(out, tuple | list)
@@ -164,6 +165,14 @@ _EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.new_empty.d
 _ZERO = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
 # The same, called with less work.
 _DIRECT = {_aten.mm.default: torch.mm, _aten.add.Tensor: torch.add, _aten.mul.Tensor: torch.mul}
+
+
+def _on_callers_stream(collective: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a collective is a synchronous one of NCCL: it is in order with all else, and its work is a null pointer."""
+    names = [argument.name for argument in collective._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    tensors = [y for x in given.values() for y in (x if isinstance(x, list | tuple) else [x]) if isinstance(y, Tensor)]
+    return given.get("async_op", True) is False and all(x.device.type == "cuda" for x in tensors)
 
 
 def _waited_for(collective: Any) -> Callable[..., Any]:

@@ -70,7 +70,7 @@ def check_blocks(shares: bool, again: bool, device: str) -> None:
     assert [type(x) for x in known.values()] == [_Pair]
     pair = next(iter(known.values()))
     for part in (pair.forward, pair.backward):
-        assert any("waited_for" in getattr(x, "__qualname__", "") for x in part.names.values()), part.source
+        assert any("waited_for" in (name := f"{x}") or "c10d" in name for x in part.names.values()), part.source
     for seed, (one, two) in enumerate(zip(found, wanted, strict=True)):
         same = [torch.equal(x, y) for x, y in zip(one, two, strict=True)]
         assert all(same), (seed, same)
