@@ -211,6 +211,11 @@ def _between(ranks: int, scale: Scale) -> Iterator[tuple[str, Any, str]]:
         yield "host_stage_3_s", hosts["zero_stage"], "s of the host for a block's passes and update with ZeRO-3"
         if "tensor" in hosts:
             yield "host_tensor_s", hosts["tensor"], "s of the host for a block's passes with tensor parallelism"
+            yield (
+                "host_shared_s",
+                hosts["shared"],
+                "s of the host for a block's passes where its ranks share tokens, too",
+            )
         yield "host_sequence_s", hosts["sequence"], "s of the host for a block's passes with sequence parallelism"
 
 
@@ -258,8 +263,11 @@ def _link_rank(rank: int, ranks: int, port: int, scale: Scale, answers: Any) -> 
         seconds(lambda: all_gather(large, part)),
         seconds(lambda: dist.all_reduce(small)),
     ]
-    layouts = {"zero_stage": 3, "tensor": math.gcd(ranks, NARROW["heads"]), "sequence": ranks}
-    hosts = {name: host_among_ranks(device, scale.repeats, **{name: n}) for name, n in layouts.items() if n > 1}
+    layouts: dict[str, dict[str, int]] = {"zero_stage": {"zero_stage": 3}, "sequence": {"sequence": ranks}}
+    if (tensor := math.gcd(ranks, NARROW["heads"])) > 1:
+        layouts["tensor"] = {"tensor": tensor}
+        layouts["shared"] = {"tensor": tensor, "tensor_sequence_parallel": True}
+    hosts = {name: host_among_ranks(device, scale.repeats, **parallel) for name, parallel in layouts.items()}
     if rank == 0:
         answers.put((*found, hosts))
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ from ..training.metrics import PEAK_FLOPS
 SHIPPED = Path(__file__).parent / "measurements.json"
 FORMAT = 1
 BY_PEAK = ("gemm_flop_s", "loss_flop_s")
-BY_HOST = ("host_stage_3_s", "host_tensor_s", "host_sequence_s")
+BY_HOST = ("host_stage_3_s", "host_tensor_s", "host_shared_s", "host_sequence_s")
 BY_COPY = ("scan_lrpe_s", "scan_s", "scan_torch_s", "norm_s", "gated_norm_s", "swiglu_s", "toeplitz_s")
 FIGURES = (
     *BY_PEAK, *BY_COPY, "memory_bytes", "context_bytes", "fragmentation", "copy_bytes_s", "sustained", "host_block_s",
@@ -66,6 +66,7 @@ class Hardware:
     host_block_s: float
     host_stage_3_s: float
     host_tensor_s: float
+    host_shared_s: float
     host_sequence_s: float
     host_step_s: float
     per_node: int

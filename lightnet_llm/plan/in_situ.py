@@ -116,7 +116,7 @@ def host_among_ranks(device: torch.device, repeats: int, **parallel: int) -> flo
     """Seconds of the host for a block's passes, with ZeRO-3 its update too; called on every rank of the started group.
 
     Args:
-        parallel: fields of a run's ``parallel``: tensor, sequence, zero_stage.
+        parallel: fields of a run's ``parallel``: tensor, tensor_sequence_parallel, sequence, zero_stage.
     """
     from megatron.core import parallel_state
 

@@ -166,10 +166,12 @@ class _Stage:
 
 
 def _host_block(part: Part, hardware: Hardware) -> float:
-    """Seconds of the host for a block's passes: with ZeRO-3 and tensor parallelism no block is recorded whole, with sequence
-    parallelism its exchange is not."""
-    alone = hardware.host_block_s
-    more = hardware.host_tensor_s - alone if part.choice.tensor > 1 else 0.0
+    """Seconds of the host for a block's passes: with ZeRO-3 no block is recorded, with sequence parallelism its exchange is
+    not, and every collective takes a while to start."""
+    alone, more = hardware.host_block_s, 0.0
+    if part.choice.tensor > 1:
+        shared = part.choice.tensor_sequence_parallel
+        more += (hardware.host_shared_s if shared else hardware.host_tensor_s) - alone
     more += hardware.host_sequence_s - alone if part.choice.sequence > 1 else 0.0
     return (hardware.host_stage_3_s if part.zero == 3 else alone) + max(0.0, more)
 

@@ -261,6 +261,7 @@ def test_stage_3_waits_for_its_own_host() -> None:
     ("more", "seconds"),
     [
         (["parallel.tensor=2"], 0.3),
+        (["parallel.tensor=2", "parallel.tensor_sequence_parallel=true"], 0.35),
         (["parallel.sequence=2"], 0.2),
         (["parallel.tensor=2", "parallel.sequence=2"], 0.4),
         (["parallel.sequence=2", "parallel.zero_stage=3"], 0.6),
@@ -269,7 +270,8 @@ def test_stage_3_waits_for_its_own_host() -> None:
 def test_parallel_blocks_need_more_of_the_host(more: list[str], seconds: float) -> None:
     config = load_config("pile_150m", more)
     held = Parts(config).of(choice_of(config), 4)
-    slow = card(host_block_s=0.1, host_stage_3_s=0.5, host_tensor_s=0.3, host_sequence_s=0.2)
+    times = {"block": 0.1, "stage_3": 0.5, "tensor": 0.3, "shared": 0.35, "sequence": 0.2}
+    slow = card(**{f"host_{name}_s": value for name, value in times.items()})
     found = step_time(held, 1, 0, 3, slow)
     assert found.products + found.scan + found.elementwise + found.loss + found.waiting == pytest.approx(45 * seconds)
 
@@ -294,11 +296,13 @@ def test_figures_written_before_some_were_measured(tmp_path: Path) -> None:
     for key in ("sustained", "host_stage_3_s"):
         data["cards"]["h200"]["figures"].pop(key, None)
     (tmp_path / "old.json").write_text(json.dumps(data))
-    found, shipped = load_hardware("h200", tmp_path / "old.json"), load_hardware("h100")
-    assert found.sustained == shipped.sustained
-    assert found.host_stage_3_s / shipped.host_stage_3_s == pytest.approx(found.host_block_s / shipped.host_block_s)
-    assert found.host_tensor_s == pytest.approx(load_hardware("h200").host_tensor_s)  # the same host
-    assert {"sustained", "host_stage_3_s", "host_tensor_s"} <= {*found.assumed}
+    found, shipped = load_hardware("h200", tmp_path / "old.json"), load_hardware("h200")
+    assert found.sustained == shipped.sustained and found.host_block_s != shipped.host_block_s
+    by_host = ["host_stage_3_s", "host_tensor_s", "host_shared_s"]
+    for name in by_host:
+        wanted = found.host_block_s / shipped.host_block_s
+        assert getattr(found, name) / getattr(shipped, name) == pytest.approx(wanted)
+    assert {"sustained", *by_host} <= {*found.assumed}
 
 
 def test_links() -> None:
@@ -372,7 +376,7 @@ def test_the_benchmarks_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "planner_benchmark", module)
     spec.loader.exec_module(module)
     assert len(module.CASES) >= 10
-    assert sum(case.committed for case in module.CASES.values()) == 3
+    assert sum(case.committed for case in module.CASES.values()) >= 3
     for name, case in module.CASES.items():
         predicted = module.predict(case, None, "h100")
         assert predicted["total_bytes"] < 80e9, name
