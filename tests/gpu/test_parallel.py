@@ -49,8 +49,8 @@ LAYOUTS = {
 def test_training_equals_one_gpu(name: str, precision: str, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     """fp32: losses within 1e-5 and norms within 1e-4; bf16: within 2e-3 nats and 2 %, as between other layouts.
 
-    Split products round otherwise in bf16, and the norm behind the scan divides by sums near zero: at its epsilon of 1e-5 a step's
-    norm moves by 5 % and more (on a CPU, without any kernel), at 0.1 by 0.06 %."""
+    Split products round otherwise in bf16, and the norm behind the scan divides by sums near zero: at its epsilon of 1e-5 the
+    norm of a step moves by 5 % and more (on a CPU, without any kernel), at 0.1 by 0.06 %."""
     common = [*MODEL, f"train.precision={precision}"]
     if precision == "bf16" and "parallel.tensor=2" in LAYOUTS[name]:
         common.append("model.scan_norm_eps=0.1")
