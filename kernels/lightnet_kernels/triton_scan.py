@@ -61,7 +61,7 @@ class Shape(NamedTuple):
     @property
     def sum_slice(self) -> int:
         """Value features of one program of `span_sums`."""
-        return 64 if self.wide else self.value_width
+        return min(64 if self.wide else SUMS[self.double].values, self.value_width)
 
     @property
     def chains(self) -> int:
@@ -80,7 +80,10 @@ class Shape(NamedTuple):
         if name in ("chain_states", "chain_grads"):
             values = {"VB": self.value_slice}
         elif name == "span_sums":
-            values = {"VB": self.sum_slice}
+            how = SUMS[self.double]
+            values = {"VB": self.sum_slice, "TB": how.tile, "STACKED": how.stacked and not self.wide}
+            if how.registers and not self.wide:
+                values["maxnreg"] = how.registers
         return {
             "D": self.D, "V": self.V, "DH": SLICE, "NH": self.slices, "BT": BLOCK, **values, "LRPE": self.double,
             "OP": tl.float32 if self.wide else tl.bfloat16, "PREC": "tf32x3" if self.wide else "ieee",
@@ -111,6 +114,15 @@ class Rule(NamedTuple):
     warps: int = 4
 
 
+class Sums(NamedTuple):
+    """How `span_sums` is launched, beside its rule."""
+
+    tile: int = 64  # tokens at once
+    values: int = 128  # value features of a program
+    registers: int = 0  # of a thread at most; 0: as many as it takes
+    stacked: bool = False  # both halves of a doubled state by one product
+
+
 # Blocks of a sequence, at most: rows and features that a program of a scan over them takes at once, and its warps.
 ROWS = {64: (16, 32, 1), 1024: (64, 32, 4), math.inf: (128, 8, 4)}
 # Without and with LRPE, as measured (benchmarks/LOG.md).
@@ -123,6 +135,7 @@ LAUNCH = {
     "value_grads": (Rule(3), Rule(2)),
     "span_sums": (Rule(2), Rule(3, 8)),
 }
+SUMS = (Sums(), Sums())
 
 
 def parts(whole: int, part: int) -> int:

@@ -21,9 +21,9 @@ from .triton_parts import exp, load_angles, load_keys, load_rows, load_vector, s
 def span_sums(
     x_ptr, y_ptr, spans_ptr, cos_ptr, sin_ptr, turn_ptr, enter_ptr, leave_ptr, to_ptr,
     sxb, sxn, sxh, syb, syn, syh, H,
-    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VB: tl.constexpr, BT: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VB: tl.constexpr, BT: tl.constexpr, TB: tl.constexpr,
     LRPE: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, STACKED: tl.constexpr,
 ):  # fmt: skip
     """KEYS: of keys x and values y what the span adds, span_kv of `triton_forward`; else of `x` of `triton_backward` and
     gradients y what its queries ask, span_grad. Without ALL not for spans of which nobody asks it: each sequence's last,
@@ -33,48 +33,61 @@ def span_sums(
     if not ALL:  # noqa: SIM102
         if (last != 0) if KEYS else (place == 0):
             return
-    step, vcol = tl.arange(0, BT), (tl.program_id(2) // NH) * VB + tl.arange(0, VB)
+    step, vcol = tl.arange(0, TB), (tl.program_id(2) // NH) * VB + tl.arange(0, VB)
     col = (tl.program_id(2) % NH) * DH + tl.arange(0, DH)
     x_ptr += batch * sxb + head * sxh
     y_ptr += batch * syb + head * syh
-    blocks = tl.cdiv(length, BT)
-    real = tl.zeros([DH, VB], tl.float32)
-    imag = tl.zeros([DH, VB], tl.float32)
+    tiles = tl.cdiv(length, TB)
+    if STACKED:
+        both = tl.zeros([2 * DH, VB], tl.float32)  # cosines and sines of a feature beside one another
+    else:
+        real = tl.zeros([DH, VB], tl.float32)
+        imag = tl.zeros([DH, VB], tl.float32)
     if KEYS:
-        unit = load_vector(leave_ptr + ((block + blocks - 1) * H + head) * D, col, D, DH)
+        unit = load_vector(leave_ptr + ((block + tl.cdiv(length, BT) - 1) * H + head) * D, col, D, DH)
     else:
         unit = load_vector(enter_ptr + (block * H + head) * D, col, D, DH)
     if LRPE:
-        cos_first, sin_first = tl.full([DH], 1.0, tl.float32), tl.zeros([DH], tl.float32)  # of a block's first token
+        cos_first, sin_first = tl.full([DH], 1.0, tl.float32), tl.zeros([DH], tl.float32)  # of a tile's first token
         if KEYS:
-            count = length - (blocks - 1) * BT  # from the last block on: what is newest is turned least
+            count = length - (tiles - 1) * TB  # from the last tile on: what is newest is turned least
             cos_first = load_vector(turn_ptr + (head * (BT + 1) + count) * (2 * D), col, D, DH)
             sin_first = -load_vector(turn_ptr + (head * (BT + 1) + count) * (2 * D) + D, col, D, DH)
-        cos_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D), col, D, DH)
-        sin_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D) + D, col, D, DH)
+        cos_on = load_vector(turn_ptr + (head * (BT + 1) + TB) * (2 * D), col, D, DH)
+        sin_on = load_vector(turn_ptr + (head * (BT + 1) + TB) * (2 * D) + D, col, D, DH)
         if KEYS:
             sin_on = -sin_on
         cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
         sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
-    for j in tl.range(0, blocks, num_stages=STAGES):
-        i = (blocks - 1 - j) if KEYS else j
-        present = i * BT + step < length
-        row = first + i * BT
+    for j in tl.range(0, tiles, num_stages=STAGES):
+        i = (tiles - 1 - j) if KEYS else j
+        present = i * TB + step < length
+        row = first + i * TB
         y = load_rows(y_ptr + row * syn, step, syn, vcol, present, V, VB).to(OP)
         if KEYS:
             factor = exp(load_keys(x_ptr + row * sxn, step, sxn, col, present, D, DH) - unit[None, :])
         else:
             factor = load_rows(x_ptr + row * sxn, step, sxn, col, present, D, DH).to(tl.float32)
-            factor *= exp(unit - load_vector(enter_ptr + ((block + i) * H + head) * D, col, D, DH))[None, :]
+            factor *= exp(unit - load_vector(enter_ptr + ((block + i * TB // BT) * H + head) * D, col, D, DH))[None, :]
         if LRPE:
             x_cos = factor * (cos * cos_first[None, :] - sin * sin_first[None, :])
             x_sin = factor * (sin * cos_first[None, :] + cos * sin_first[None, :])
-            real = tl.dot(tl.trans(x_cos.to(OP)), y, real, input_precision=PREC)
-            imag = tl.dot(tl.trans(x_sin.to(OP)), y, imag, input_precision=PREC)
+            if STACKED:
+                turned = tl.reshape(tl.join(x_cos.to(OP), x_sin.to(OP)), [TB, 2 * DH])
+                both = tl.dot(tl.trans(turned), y, both, input_precision=PREC)
+            else:
+                real = tl.dot(tl.trans(x_cos.to(OP)), y, real, input_precision=PREC)
+                imag = tl.dot(tl.trans(x_sin.to(OP)), y, imag, input_precision=PREC)
             cos_first, sin_first = cos_first * cos_on - sin_first * sin_on, sin_first * cos_on + cos_first * sin_on
         else:
             real = tl.dot(tl.trans(factor.to(OP)), y, real, input_precision=PREC)
     target = to_ptr + (span * H + head) * ((2 if LRPE else 1) * D * V)
+    if STACKED:
+        pair = tl.arange(0, 2 * DH)
+        feature = (tl.program_id(2) % NH) * DH + pair // 2
+        at = ((pair % 2) * D + feature)[:, None] * V + vcol[None, :]
+        tl.store(target + at, both, mask=(feature < D)[:, None] & (vcol < V)[None, :])
+        return
     store_matrix(target, col, vcol, real, D, V, DH, VB)
     if LRPE:
         store_matrix(target + D * V, col, vcol, imag, D, V, DH, VB)
