@@ -87,7 +87,7 @@ def span_sums(
         feature = (tl.program_id(2) % NH) * DH + pair // 2
         at = ((pair % 2) * D + feature)[:, None] * V + vcol[None, :]
         tl.store(target + at, both, mask=(feature < D)[:, None] & (vcol < V)[None, :])
-        return
-    store_matrix(target, col, vcol, real, D, V, DH, VB)
-    if LRPE:
-        store_matrix(target + D * V, col, vcol, imag, D, V, DH, VB)
+    else:
+        store_matrix(target, col, vcol, real, D, V, DH, VB)
+        if LRPE:
+            store_matrix(target + D * V, col, vcol, imag, D, V, DH, VB)

@@ -1,0 +1,100 @@
+"""How `span_sums` of the causal scan is best launched on this card: what spans of one long sequence add, and ask.
+
+    python benchmarks/span_sums.py [--tokens N]      one GPU; about a minute, most of it Triton's compiler
+
+A row a rule: tokens and value features of a program, stages, warps, registers at most, whether both halves of a doubled state
+are one product; milliseconds forward (keys) and backward (queries); the largest error against the shipped rule, relative
+Frobenius. The shipped rule is the first row; `triton_scan.LAUNCH` and `triton_scan.SUMS` hold it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from typing import Any
+
+import torch
+from lightnet_kernels import additive_scan, triton_scan
+from lightnet_kernels.bench.measure import Clock
+from torch import Tensor
+
+HEADS, WIDTH = 16, 128
+RULES = [  # tile, values, stages, warps, registers, stacked
+    *itertools.product((32,), (128,), (2, 3, 4), (4,), (0,), (False, True)),
+    *itertools.product((16,), (128,), (3, 4, 5), (4,), (0,), (False, True)),
+    *itertools.product((32,), (64,), (3, 4), (4,), (0, 168), (False, True)),
+    *itertools.product((32,), (128,), (3,), (8,), (0, 128), (True,)),
+    *itertools.product((64,), (128,), (2, 3), (8,), (0,), (True,)),
+]
+CLOSE = 5e-3
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2**19)
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("span_sums: needs a GPU; there is none", file=sys.stderr)
+        return 2
+    device = torch.device("cuda")
+    clock, found = Clock(device, 10), dict[Any, dict[str, tuple[float, float]]]()
+    shipped, sums_of = (triton_scan.LAUNCH["span_sums"], triton_scan.SUMS), triton_scan.sum_spans
+    first = shipped[1][1], shipped[0][1]
+    rules = [(first[0].tile, first[0].values, *first[1], first[0].registers, first[0].stacked), *RULES]
+
+    def use(rule: Any) -> None:
+        tile, values, stages, warps, registers, stacked = rule
+        triton_scan.LAUNCH["span_sums"] = (shipped[0][0], triton_scan.Rule(stages, warps))
+        triton_scan.SUMS = (shipped[1][0], triton_scan.Sums(tile, values, registers, stacked))
+        triton_scan.Shape.of.cache_clear()
+
+    def every(x: Tensor, y: Tensor, shape: Any, table: Any, blocks: Any, sums: Tensor, **which: bool) -> None:
+        """In place of `sum_spans`: every rule on the same tensors, and what it should have done."""
+        name = "keys" if which["KEYS"] else "queries"
+        if all(name in row for row in found.values()) and found:
+            return sums_of(x, y, shape, table, blocks, sums, **which)
+        wanted = torch.zeros_like(sums)
+        sums_of(x, y, shape, table, blocks, wanted, **which)
+        for rule in dict.fromkeys(rules):
+            use(rule)
+            try:
+                got = torch.zeros_like(sums)
+                sums_of(x, y, shape, table, blocks, got, **which)
+                error = float((got - wanted).norm() / wanted.norm())
+                run = clock.time(lambda: sums_of(x, y, shape, table, blocks, sums, **which))
+                found.setdefault(rule, {})[name] = float(run["device_ms"] or run["ms"]), error
+            except Exception as error:  # one that a card has no room for
+                print(f"{rule}: {type(error).__name__}: {str(error)[:100]}", flush=True)
+        use(rules[0])
+        return sums_of(x, y, shape, table, blocks, sums, **which)
+
+    for module in [*sys.modules.values()]:
+        if getattr(module, "sum_spans", None) is sums_of:
+            module.sum_spans = every  # type: ignore[attr-defined]
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (1, given.tokens, HEADS, WIDTH)
+    query, key, value = (
+        torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3)
+    )
+    theta = torch.rand(HEADS, WIDTH, generator=generator, device=device)
+    output = additive_scan(query, key, value, theta=theta)
+    assert isinstance(output, Tensor)
+    output.backward(value.detach())
+    print(f"{torch.cuda.get_device_name()}, {given.tokens:,} tokens, {HEADS} heads of {WIDTH}")
+    print("| tokens | values | stages | warps | registers | stacked | keys, ms | queries, ms | error |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    wrong = 0
+    for rule, row in found.items():
+        if len(row) < 2:
+            continue
+        error = max(x[1] for x in row.values())
+        wrong += not error < CLOSE
+        cells = " | ".join(map(str, rule))
+        print(f"| {cells} | {row['keys'][0]:.3f} | {row['queries'][0]:.3f} | {error:.1e} |", flush=True)
+    return int(wrong > 0 or not found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
