@@ -1,7 +1,8 @@
-"""Blocks split over tensor-parallel ranks and recorded whole, beside the same blocks run by their modules: on every rank.
+"""Blocks split over two tensor-parallel ranks and recorded, beside the same blocks run by their modules: on every rank.
 
-python -m tests.parallel.block_ranks WORLD [DEVICE]   forks (CPU, under Triton's interpreter) or spawns WORLD ranks
-"""
+    python -m tests.parallel.block_ranks WORLD [DEVICE]   forks (CPU, under Triton's interpreter) or spawns WORLD ranks
+
+On two ranks blocks are recorded whole. On more each sequence is shared by WORLD / 2, and the parts around its exchange are."""
 
 from __future__ import annotations
 
@@ -15,18 +16,29 @@ from torch import Tensor
 from lightnet_llm.config.model import ModelConfig
 from lightnet_llm.models import recorded
 from lightnet_llm.models.block import Block
-from lightnet_llm.models.context import ForwardContext
 from lightnet_llm.models.parameters import initialize, spec_of
 from lightnet_llm.parallel.megatron import MegatronLayers
+from lightnet_llm.parallel.sequence import SequencePlace, training_context
 from tests.parallel.exchange_ranks import attempt, on_ranks
 
-TOKENS, WIDTH = 70, 64
-PACKINGS = ([0, 70], [0, 30, 70], [0, 1, 1, 69, 70], [0, 70])
+TENSOR, TOKENS = 2, 72
+CONFIG = ModelConfig(layers=2, width=64, heads=2, glu_width=80, vocab_size=9, gate_rank=8)
+PACKINGS = ([0, 72], [0, 30, 72], [0, 1, 1, 69, 72], [0, 72])
 
 
-def blocks_of(config: ModelConfig, shares: bool, again: bool, device: str) -> list[Block]:
-    layers = MegatronLayers(dist.group.WORLD, share_tokens=shares)  # type: ignore[arg-type]
-    found = [Block(config, layers, index) for index in range(config.layers)]
+def groups() -> tuple[dist.ProcessGroup, SequencePlace | None]:
+    """Of this rank: the tensor-parallel group, and its place among those that share its sequences."""
+    sequence = dist.get_world_size() // TENSOR
+    tensors = [dist.new_group([*range(part * TENSOR, (part + 1) * TENSOR)]) for part in range(sequence)]
+    sequences = [dist.new_group([*range(among, TENSOR * sequence, TENSOR)]) for among in range(TENSOR)]
+    part, among = divmod(dist.get_rank(), TENSOR)
+    place = SequencePlace(part, sequence, sequences[among], "all_gather") if sequence > 1 else None
+    return tensors[part], place
+
+
+def blocks_of(group: dist.ProcessGroup, shares: bool, again: bool, device: str) -> list[Block]:
+    layers = MegatronLayers(group, share_tokens=shares)
+    found = [Block(CONFIG, layers, index) for index in range(CONFIG.layers)]
     for number, block in enumerate(found):
         initialize(block, number)
         block.recompute = again
@@ -37,14 +49,16 @@ def blocks_of(config: ModelConfig, shares: bool, again: bool, device: str) -> li
     return found
 
 
-def step(blocks: list[Block], seed: int, device: str) -> list[Tensor]:
+def step(blocks: list[Block], place: SequencePlace | None, seed: int, device: str) -> list[Tensor]:
     """Output and every gradient of a batch."""
     rank, ranks = blocks[0].layers_set.token_shard
+    part, parts = (place.rank, place.size) if place else (0, 1)
     generator = torch.Generator().manual_seed(seed)
-    whole = torch.randn(2, ranks, 1, TOKENS // ranks, WIDTH, generator=generator).bfloat16()
-    x, upstream = whole[:, rank]
+    whole = torch.randn(2, parts * ranks, 1, TOKENS // (parts * ranks), CONFIG.width, generator=generator).bfloat16()
+    x, upstream = whole[:, part * ranks + rank]
     leaf = output = x.to(device).requires_grad_()
-    context = ForwardContext(torch.tensor(PACKINGS[seed], dtype=torch.int32))
+    bounds, ids = torch.tensor(PACKINGS[seed], dtype=torch.int32), torch.zeros(1, dtype=torch.int64, device=device)
+    context = training_context(bounds, ids, TOKENS, CONFIG, 0, 1, place)
     for block in blocks:
         output, _ = block(output, context)
         block.zero_grad()
@@ -54,23 +68,22 @@ def step(blocks: list[Block], seed: int, device: str) -> list[Tensor]:
     return [output.detach(), leaf.grad, *(x.clone() for x in gradients if x is not None)]
 
 
-def check_blocks(shares: bool, again: bool, device: str) -> None:
+def check_blocks(group: dist.ProcessGroup, place: SequencePlace | None, shares: bool, again: bool, device: str) -> None:
     """Bits are those of modules, for other packings; hooks that sum gradients run once."""
-    config = ModelConfig(layers=2, width=WIDTH, heads=2, glu_width=80, vocab_size=9, gate_rank=8)
-    blocks, recordable = blocks_of(config, shares, again, device), recorded.recordable
+    blocks, recordable = blocks_of(group, shares, again, device), recorded.recordable
     known = sys.modules["lightnet_kernels.recorded"]._recordings
     known.clear()
     try:
         recorded.recordable = lambda x, decided=None: False  # type: ignore[assignment]
-        wanted = [step(blocks, seed, device) for seed in range(len(PACKINGS))]
+        wanted = [step(blocks, place, seed, device) for seed in range(len(PACKINGS))]
         recorded.recordable = recordable if device == "cuda" else lambda x, decided=None: True  # type: ignore[assignment]
-        found = [step(blocks, seed, device) for seed in range(len(PACKINGS))]
+        found = [step(blocks, place, seed, device) for seed in range(len(PACKINGS))]
     finally:
         recorded.recordable = recordable
-    assert [type(x) for x in known.values()] == [_Pair]
-    pair = next(iter(known.values()))
-    for part in (pair.forward, pair.backward):
-        assert any("waited_for" in (name := f"{x}") or "c10d" in name for x in part.names.values()), part.source
+    assert [type(x) for x in known.values()] == [_Pair] * (3 if place else 1)
+    for way in ("forward", "backward"):
+        steps = [f"{x}" for pair in known.values() for x in getattr(pair, way).names.values()]
+        assert any("waited_for" in x or "c10d" in x for x in steps), steps
     for seed, (one, two) in enumerate(zip(found, wanted, strict=True)):
         same = [torch.equal(x, y) for x, y in zip(one, two, strict=True)]
         assert all(same), (seed, same)
@@ -93,9 +106,10 @@ def run_all(device: str) -> None:
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
         mappings.dist_reduce_scatter_func = scattered
         kernels_on_cpu(setattr)
+    group, place = groups()
     for shares in (False, True):
         for again in (False, True):
-            attempt(f"shares={shares} again={again}", check_blocks, shares, again, device)
+            attempt(f"shares={shares} again={again}", check_blocks, group, place, shares, again, device)
 
 
 def main() -> int:
