@@ -2,8 +2,8 @@
 
     python benchmarks/span_sums.py [--tokens N]      one GPU; about a minute, most of it Triton's compiler
 
-A row a rule: tokens and value features of a program, stages, warps, registers at most, whether both halves of a doubled state
-are one product; milliseconds forward (keys) and backward (queries); the largest error against the shipped rule, relative
+A row a rule: tokens, value and key features of a program, stages, warps, registers at most, whether both halves of a doubled
+state are one product; milliseconds forward (keys) and backward (queries); the largest error against the shipped rule, relative
 Frobenius. The shipped rule is the first row; `triton_scan.LAUNCH` and `triton_scan.SUMS` hold it.
 """
 
@@ -20,12 +20,14 @@ from lightnet_kernels.bench.measure import Clock
 from torch import Tensor
 
 HEADS, WIDTH = 16, 128
-RULES = [  # tile, values, stages, warps, registers, stacked
-    *itertools.product((32,), (128,), (2, 3, 4), (4,), (0,), (False, True)),
-    *itertools.product((16,), (128,), (3, 4, 5), (4,), (0,), (False, True)),
-    *itertools.product((32,), (64,), (3, 4), (4,), (0, 168), (False, True)),
-    *itertools.product((32,), (128,), (3,), (8,), (0, 128), (True,)),
-    *itertools.product((64,), (128,), (2, 3), (8,), (0,), (True,)),
+RULES = [  # tile, values, features, stages, warps, registers, stacked
+    *itertools.product((32,), (128,), (64,), (2, 3, 4), (4,), (0,), (False, True)),
+    *itertools.product((16,), (128,), (64,), (3, 5), (4,), (0,), (False, True)),
+    *itertools.product((32,), (64,), (64,), (3, 4), (4,), (0, 168), (True,)),
+    *itertools.product((32,), (128,), (64,), (3,), (8,), (0, 128), (True,)),
+    *itertools.product((64,), (128,), (64,), (2, 3), (8,), (0,), (True,)),
+    *itertools.product((16, 32, 64), (128,), (128,), (2, 4), (16,), (0,), (True,)),
+    *itertools.product((32,), (64,), (128,), (3,), (8,), (0,), (True,)),
 ]
 CLOSE = 5e-3
 
@@ -42,12 +44,13 @@ def main() -> int:
     clock, found = Clock(device, 10), dict[Any, dict[str, tuple[float, float]]]()
     shipped, sums_of = (triton_scan.LAUNCH["span_sums"], triton_scan.SUMS), triton_scan.sum_spans
     first = shipped[1][1], shipped[0][1]
-    rules = [(first[0].tile, first[0].values, *first[1], first[0].registers, first[0].stacked), *RULES]
+    sums, launched = first
+    rules = [(sums.tile, sums.values, sums.features, *launched, sums.registers, sums.stacked), *RULES]
 
     def use(rule: Any) -> None:
-        tile, values, stages, warps, registers, stacked = rule
+        tile, values, features, stages, warps, registers, stacked = rule
         triton_scan.LAUNCH["span_sums"] = (shipped[0][0], triton_scan.Rule(stages, warps))
-        triton_scan.SUMS = (shipped[1][0], triton_scan.Sums(tile, values, registers, stacked))
+        triton_scan.SUMS = (shipped[1][0], triton_scan.Sums(tile, values, registers, stacked, features))
         triton_scan.Shape.of.cache_clear()
 
     def every(x: Tensor, y: Tensor, shape: Any, table: Any, blocks: Any, sums: Tensor, **which: bool) -> None:
@@ -83,8 +86,8 @@ def main() -> int:
     assert isinstance(output, Tensor)
     output.backward(value.detach())
     print(f"{torch.cuda.get_device_name()}, {given.tokens:,} tokens, {HEADS} heads of {WIDTH}")
-    print("| tokens | values | stages | warps | registers | stacked | keys, ms | queries, ms | error |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| tokens | values | features | stages | warps | registers | stacked | keys, ms | queries, ms | error |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     wrong = 0
     for rule, row in found.items():
         if len(row) < 2:

@@ -59,11 +59,6 @@ class Shape(NamedTuple):
         return 64 if self.double or self.wide else self.value_width
 
     @property
-    def sum_slice(self) -> int:
-        """Value features of one program of `span_sums`."""
-        return min(64 if self.wide else SUMS[self.double].values, self.value_width)
-
-    @property
     def chains(self) -> int:
         """Programs that share a span of one head."""
         return self.slices * parts(self.V, self.value_slice)
@@ -81,11 +76,14 @@ class Shape(NamedTuple):
             values = {"VB": self.value_slice}
         elif name == "span_sums":
             how = SUMS[self.double]
-            values = {"VB": self.sum_slice, "TB": how.tile, "STACKED": how.stacked and not self.wide}
+            width = 64 if self.wide else how.values
+            values = {"VB": min(width, self.value_width), "TB": how.tile, "STACKED": how.stacked and not self.wide}
+            if not self.wide:
+                values |= {"DH": how.features, "NH": parts(self.D, how.features)}
             if how.registers and not self.wide:
                 values["maxnreg"] = how.registers
         return {
-            "D": self.D, "V": self.V, "DH": SLICE, "NH": self.slices, "BT": BLOCK, **values, "LRPE": self.double,
+            "D": self.D, "V": self.V, "DH": SLICE, "NH": self.slices, "BT": BLOCK, "LRPE": self.double, **values,
             "OP": tl.float32 if self.wide else tl.bfloat16, "PREC": "tf32x3" if self.wide else "ieee",
             "STAGES": 1 if self.wide else rule.stages, "num_warps": rule.warps,
         }  # fmt: skip
@@ -121,6 +119,7 @@ class Sums(NamedTuple):
     values: int = 128  # value features of a program
     registers: int = 0  # of a thread at most; 0: as many as it takes
     stacked: bool = False  # both halves of a doubled state by one product
+    features: int = SLICE  # of keys or queries, of a program
 
 
 # Blocks of a sequence, at most: rows and features that a program of a scan over them takes at once, and its warps.
@@ -279,10 +278,9 @@ def move_spans(
 
 def sum_spans(x: Tensor, y: Tensor, shape: Shape, table: Tables, found: Blocks, sums: Tensor, **which: bool) -> None:
     """`triton_span_sums.span_sums`, into `sums`."""
-    programs = shape.slices * parts(shape.V, shape.sum_slice)
-    launch(span_kernels.span_sums, (table.spans.shape[0], shape.heads, programs))(
-        x, y, table.spans, *found.angles, found.enter, found.leave, sums, *strides(x, y), shape.heads,
-        **which, **shape.of("span_sums"),
+    how = shape.of("span_sums")
+    launch(span_kernels.span_sums, (table.spans.shape[0], shape.heads, how["NH"] * parts(shape.V, how["VB"])))(
+        x, y, table.spans, *found.angles, found.enter, found.leave, sums, *strides(x, y), shape.heads, **which, **how,
     )  # fmt: skip
 
 
