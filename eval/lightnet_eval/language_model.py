@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -83,6 +84,20 @@ class LightNetLM(LM):
         self.batch_size = _texts_at_once(batch_size)
         self._device = next(self.model.parameters()).device
         self._quiet, self._progress = quiet or bool(self.ranks.rank), progress
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> LightNetLM:
+        """As lm-eval's program makes a model. What is wrong ends it with one line."""
+        with _ends():
+            return super().create_from_arg_string(arg_string, additional_config)
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> LightNetLM:
+        """The same of arguments that it has read."""
+        with _ends():
+            return super().create_from_arg_obj(arg_dict, additional_config)
 
     def _choose(self, device: str | None) -> str | None:
         """lm-eval's program asks for cuda:0 where nobody named a device, on every process and machine."""
@@ -246,6 +261,15 @@ def _texts_at_once(batch_size: int | str | None) -> int:
     if not text.isdigit() or int(text) < 1:
         raise UserError(f"batch_size {text}: must be a number of 1 or more, or auto")
     return int(text)
+
+
+@contextmanager
+def _ends() -> Iterator[None]:
+    """Programs that know no `UserError` of ours end with its message."""
+    try:
+        yield
+    except UserError as error:
+        raise SystemExit(f"lightnet: {error}") from None
 
 
 def _generation(options: dict[str, Any]) -> tuple[Sequence[str], int, Sampling]:

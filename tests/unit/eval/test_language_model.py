@@ -214,3 +214,13 @@ def test_device_of_this_process(loaded: Loaded) -> None:
     if not torch.cuda.is_available():
         assert model._choose("cuda:0") == "cpu" and "the CPU is used" in model.said[0]
     assert model._choose("cpu") == "cpu"
+
+
+@pytest.mark.parametrize("arguments", ["pretrained={}", {"pretrained": "{}"}], ids=["string", "dictionary"])
+def test_lm_evals_program_ends_with_one_line(arguments: str | dict[str, str], tmp_path: Path) -> None:
+    make = LightNetLM.create_from_arg_string if isinstance(arguments, str) else LightNetLM.create_from_arg_obj
+    place = str(tmp_path / "nowhere")
+    given = arguments.format(place) if isinstance(arguments, str) else {"pretrained": place}
+    with pytest.raises(SystemExit, match=f"^lightnet: {place}: no such checkpoint; ") as ended:
+        make(given, {"device": "cpu"})  # type: ignore[arg-type]
+    assert "\n" not in str(ended.value)
