@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 import torch
-from lightnet_kernels import additive_scan, triton_scan
+from lightnet_kernels import additive_scan, triton_launch, triton_scan
 from lightnet_kernels.bench.measure import Clock
 from torch import Tensor
 
@@ -55,6 +55,8 @@ def main() -> int:
 
     def every(x: Tensor, y: Tensor, shape: Any, table: Any, blocks: Any, sums: Tensor, **which: bool) -> None:
         """In place of `sum_spans`: every rule on the same tensors, and what it should have done."""
+        if getattr(triton_launch._local, "kernels", None) is not None:  # they are compiled together, and do not run
+            return sums_of(x, y, shape, table, blocks, sums, **which)
         name = "keys" if which["KEYS"] else "queries"
         if all(name in row for row in found.values()) and found:
             return sums_of(x, y, shape, table, blocks, sums, **which)

@@ -147,6 +147,7 @@ def recorded(
     key: Any,
     again: bool = False,
     decided: dict[Any, Any] | None = None,
+    store: OrderedDict[Any, Any] | None = None,
 ) -> Any:
     """``run(*inputs, *opaque)``, from a recording where one is there.
 
@@ -161,6 +162,10 @@ def recorded(
         again: keep the inputs only, and compute the rest again in the backward pass (activation checkpointing).
         decided: where something else calls all this again in the backward pass, a dictionary of the first pass: what was
             done then, by key, is done again.
+        store: recordings known, where not those of all functions of the process: of a function with collectives, all of
+            whose ranks must record or repeat at the same calls. They do where inputs are laid out and aligned alike.
+
+    While it records, hooks that wait for gradients of ``weights`` are lifted, for other threads as well.
 
     To be called where `recordable`.
 
@@ -172,18 +177,19 @@ def recorded(
     layout = tuple([(type(x), x.shape, x.stride(), x.dtype, x.requires_grad, x.data_ptr() & 15) for x in tensors])
     device = tensors[0].device
     name = (key, len(inputs), layout, tuple([x is None for x in opaque]), grad, device, torch.get_default_dtype())
-    known: Any = _recordings.get(name)
+    store = _recordings if store is None else store
+    known: Any = store.get(name)
     if decided is not None and key in decided:
         known = decided[key]
     elif known == "met":
-        known = _recordings[name] = _record(run, inputs, weights, opaque, grad) or "plain"
+        known = store[name] = _record(run, inputs, weights, opaque, grad) or "plain"
     elif known is None:
-        while len(_recordings) >= RECORDINGS:
-            _recordings.popitem(last=False)
-        _recordings[name] = known = "met"
+        while len(store) >= RECORDINGS:
+            store.popitem(last=False)
+        store[name] = known = "met"
     else:
         with contextlib.suppress(KeyError):  # another thread's
-            _recordings.move_to_end(name)
+            store.move_to_end(name)
     if decided is not None:
         decided[key] = known
     if not isinstance(known, _Pair):
@@ -219,6 +225,8 @@ def _record(
     The function runs once more for it, on the same tensors, and its backward pass on gradients of zeros.
     """
     if any(type(x) not in PLAIN for x in (*inputs, *weights)) or any(x._backward_hooks for x in inputs):
+        return None
+    if any(x._backward_hooks and x.grad_fn is not None for x in weights):  # a computed weight's, which its node keeps
         return None
     leaves = [x.detach().requires_grad_(grad and x.requires_grad) for x in inputs]
     given = [*leaves, *weights, *opaque]

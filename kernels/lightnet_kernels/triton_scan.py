@@ -77,7 +77,8 @@ class Shape(NamedTuple):
         elif name == "span_sums":
             how = SUMS[self.double]
             width = 64 if self.wide else how.values
-            values = {"VB": min(width, self.value_width), "TB": how.tile, "STACKED": how.stacked and not self.wide}
+            stacked = how.stacked and self.double and not self.wide
+            values = {"VB": min(width, self.value_width), "TB": how.tile, "STACKED": stacked}
             if not self.wide:
                 values |= {"DH": how.features, "NH": parts(self.D, how.features)}
             if how.registers and not self.wide:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from lightnet_kernels import additive_scan
 from lightnet_kernels.decode import decode_step
 from torch import Tensor, nn
@@ -94,9 +96,11 @@ class LightNetAttention(nn.Module):
         projected, low, *mass = projections
         joint = projected.view(*projected.shape[:2], self.heads, 3, self.head_width)  # queries, keys and values
         gates: list[Tensor] = []
+        cast, to = torch.is_autocast_enabled(low.device.type), torch.get_autocast_dtype(low.device.type)
 
         def meanwhile() -> None:  # needs nothing of other ranks, so it is computed while their states are on the way
-            gates.append(gate(low))
+            with torch.autocast(low.device.type, to) if cast else nullcontext():  # which PyTorch's scan turns off
+                gates.append(gate(low))
 
         if context.exchange is None:
             meanwhile()

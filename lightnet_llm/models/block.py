@@ -83,7 +83,7 @@ class Block(nn.Module):
         inputs = [x] if context.modulation is None else [x, context.modulation]
         others = [y for y in (context.coordinates, context.key_mask) if y is not None]
         key = (self.key, context.coordinates is None, context.key_mask is None)
-        return replayed(run, [self], inputs, others, [context.cu_seqlens], key, again)
+        return replayed(run, [self], inputs, others, [context.cu_seqlens], key, again, store=self.layers_set.recordings)
 
     def _run(
         self,
@@ -106,7 +106,9 @@ class Block(nn.Module):
 
         def part(run: Any, modules: list[nn.Module], *inputs: Tensor) -> Any:
             name = (self.key, run.__name__)
-            found = replayed(run, modules, inputs, [], [], name, decided=decided) if parts else None
+            if not parts:
+                return run(*inputs)
+            found = replayed(run, modules, inputs, [], [], name, decided=decided, store=self.layers_set.recordings)
             return run(*inputs) if found is None else found
 
         def gate(low: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ share of the tokens each (``share_tokens``): there a model works token by token.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class PlainLayers:
         group: their process group, None for one.
         products: kinds of layers whose output is the product with their weight, where they have no bias.
         key: what decides the steps of these layers, beside their shapes.
+        recordings: of parts of models that these layers make (`lightnet_kernels.recorded`), None for those of the process.
         vocab_multiple: the vocabulary is padded to a multiple of this.
     """
 
@@ -83,6 +85,7 @@ class PlainLayers:
     token_shard = (0, 1)
     group: Any = None
     products: tuple[type[nn.Module], ...] = (nn.Linear,)
+    recordings: OrderedDict[Any, Any] | None = None
 
     def __init__(self, vocab_multiple: int = 128):
         self.vocab_multiple = vocab_multiple

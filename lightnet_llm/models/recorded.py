@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ def replayed(
     key: tuple[Any, ...],
     again: bool = False,
     decided: dict[Any, Any] | None = None,
+    store: OrderedDict[Any, Any] | None = None,
 ) -> Any:
     """As `recorded`; None where it is to be run as it is.
 
@@ -38,7 +40,7 @@ def replayed(
         return None
     if decided is not None:
         decided[key] = "recorded"
-    return recorded(run, inputs, weights, opaque, tuple(kinds), again, decided)
+    return recorded(run, inputs, weights, opaque, tuple(kinds), again, decided, store)
 
 
 def _gather(module: nn.Module, tensors: list[Tensor], kinds: list[Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class MegatronLayers(PlainLayers):
         super().__init__(vocab_multiple)
         self.group = group
         self.key += (next(_SERIALS),)  # of another group, collectives are others
+        self.recordings = OrderedDict()
         self.tensor_parallel = dist.get_world_size(group)
         self.tensor_rank = dist.get_rank(group)
         self.shares = share_tokens and self.tensor_parallel > 1
@@ -82,7 +84,10 @@ class MegatronLayers(PlainLayers):
         return copy_to_tensor_model_parallel_region(x, group=self.group)
 
     def share_tokens(self, x: Tensor) -> Tensor:
-        return scatter_to_sequence_parallel_region(x[0], group=self.group)[None] if self.shares else x
+        if not self.shares:
+            return x
+        # Not a view: ranks record what they compute at the same calls if it is aligned alike.
+        return scatter_to_sequence_parallel_region(x[0], group=self.group)[None].clone()
 
     def sum_shared_gradients(self, model: nn.Module) -> None:
         for parameter in model.parameters() if self.shares else ():

@@ -185,6 +185,8 @@ CASES = [
     Case(tensor=2, shared=True, variant="rms norm", precision="bf16"),
     Case(pipeline=2, precision="bf16"),
     Case(sequence=2, precision="bf16"),
+    Case(sequence=2, zero=3, precision="bf16"),
+    Case(tensor=2, sequence=2, zero=3, shared=True, every=1, variant="bidirectional", precision="bf16"),
     Case(pipeline=2, data=2, precision="bf16"),
     Case(tensor=2, data=2, zero=3, precision="bf16"),
     Case(tensor=2, data=2, zero=3, shared=True, precision="bf16"),

@@ -18,7 +18,10 @@ def baselines(ranks: Ranks, tiny: Path, tmp_path_factory: pytest.TempPathFactory
     return Matrix(ranks, tiny, tmp_path_factory.mktemp("baselines"))
 
 
-@pytest.mark.parametrize("case", [*QUICK, Case(data=2, zero=3, precision="bf16")], ids=lambda case: case.name)
+ZERO_3 = [Case(data=2, zero=3, precision="bf16"), Case(sequence=2, zero=3, precision="bf16")]
+
+
+@pytest.mark.parametrize("case", [*QUICK, *ZERO_3], ids=lambda case: case.name)
 def test_layout_equals_one_process(case: Case, baselines: Matrix) -> None:
     result = baselines.run(case)
     assert not result.problem, result
