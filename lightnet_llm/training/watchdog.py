@@ -169,6 +169,8 @@ class Watchdog:
         )
         if now - progress.since > limit:
             passed = now - progress.since
+            if dead := self._dead():
+                self._end("lost", self._lost(dead, "killed or crashed"))
             self._end("hung", f"{progress} has not ended after {passed:.0f} s: {self._story(self._silent(SILENT))}")
 
     def _silent(self, seconds: float) -> set[int]:
@@ -208,6 +210,7 @@ class Watchdog:
         try:
             self._say(kind, message)
         finally:
+            end_children()  # last: PyTorch would have the main thread fail at a loader's worker that is killed
             os._exit(failures.HUNG)
 
     def _say(self, kind: str, message: str) -> None:
@@ -228,7 +231,6 @@ class Watchdog:
                 with contextlib.suppress(OSError):
                     (path.parent / "report.txt").write_text(text + "\n")
             self._kill_frozen()
-            end_children()
             # The others must hear of it first; whoever holds the store goes last.
             time.sleep(3 * TICK if self.rank == 0 else 2 * TICK if first else TICK)
 
