@@ -1,10 +1,12 @@
 """Ranks for tests: one import, then forks."""
 
+import contextlib
 import itertools
 import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -60,7 +62,8 @@ class Ranks:
     ) -> list[int]:
         """Exit codes of ``world`` ranks, each on its own GPU if there are any.
 
-        Ranks that outlive the first that failed by ``grace`` seconds are killed, all of them after 240 s.
+        Ranks that outlive the first that failed by ``grace`` seconds are killed, all of them after 240 s. Those of a run that
+        fails leave no process behind, and end within a minute where the fault is planted.
         """
         if 0 < self.gpus() < world:
             pytest.skip(f"needs {world} GPUs")
@@ -69,12 +72,17 @@ class Ranks:
         request = {"world": world, "arguments": arguments, "log": str(log), "plant": plant or "", "timeout": 240}
         request |= {"grace": grace, "environment": environment}
         codes: Future[list[int]] = Future()
+        began = time.monotonic()
         with self.lock:
             number = next(self.count)
             self.waiting[number] = codes
             self.requests.write(json.dumps({"id": number, **request}) + "\n")
             self.requests.flush()
-        return codes.result()
+        found = codes.result()
+        if any(found):
+            assert plant is None or time.monotonic() - began < 60, f"{plant}: took more than a minute"
+            assert not (left := _left_behind(log)), f"{plant}: processes {left} are left"
+        return found
 
     def train(
         self, world: int, config: Path, overrides: list[str], tmp: Path, name: str, plant: str | None = None
@@ -90,6 +98,20 @@ class Ranks:
         """End the server, and what it runs."""
         self.requests.close()
         self.process.wait(timeout=20)
+
+
+def _left_behind(log: Path) -> list[int]:
+    """Processes that write to logs of ranks, after the time in which loaders notice that their rank is gone."""
+    deadline = time.monotonic() + 20
+    while True:
+        found = []
+        for out in Path("/proc").glob("[0-9]*/fd/1"):
+            with contextlib.suppress(OSError):
+                if str(out.readlink()).startswith(f"{log}.rank"):
+                    found.append(int(out.parts[2]))
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

@@ -99,6 +99,14 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
     pauses = [save["pause_seconds"] for save in run.saves if isinstance(save.get("pause_seconds"), (int, float))]
     if pauses:
         found.append(("pause for a checkpoint, median", f"{statistics.median(pauses):.3g} s"))
+    beside = [
+        (save["step_seconds_while_writing"], save["step_seconds"])
+        for save in run.saves
+        if all(is_number(save.get(name)) for name in ("step_seconds_while_writing", "step_seconds"))
+    ]
+    if beside:
+        while_writing, alone = (statistics.median(values) for values in zip(*beside, strict=True))
+        found.append(("a step while a checkpoint is written, median", f"{while_writing:.3g} s; {alone:.3g} s without"))
     times = [row["time"] for row in run.steps if isinstance(row.get("time"), (int, float))]
     if len(times) > 1:
         found.append(("first to last step", duration(times[-1] - times[0])))

@@ -212,6 +212,17 @@ def test_only_lines_with_a_loss_are_steps(make_run: Maker) -> None:
     assert read.evaluation_series("acc") == {"piqa": ([40], [0.25]), "arc": ([40], [0.5])}
     _, page = page_of(str(run))
     assert "Evaluation tasks" in page.text and "piqa" in page.text and "acc_stderr" not in page.text
+    assert "while a checkpoint is written" not in page.text
+
+
+def test_steps_beside_an_asynchronous_save(make_run: Maker) -> None:
+    run = make_run("made")
+    with (run / "metrics.jsonl").open("a") as file:
+        for slower in (0.5, 0.7, None):  # the last step of a run has none beside it
+            saved = {"step": 40, "pause_seconds": 0.25, "step_seconds_while_writing": slower, "step_seconds": 0.4}
+            file.write(json.dumps({"step": 40, "checkpoint": saved}) + "\n")
+    _, page = page_of(str(run))
+    assert "0.6 s; 0.4 s without" in page.text
 
 
 def test_tasks_of_several_runs_have_a_chart_each(make_run: Maker, tmp_path: Path) -> None:
