@@ -244,6 +244,26 @@ def test_hooks_of_weights_wait_for_replays():
     assert all(torch.equal(x, seen[0]) for x in seen) and len(pairs()) == 1
 
 
+def test_hooks_of_computed_weights_are_run():
+    """Their nodes keep them, where nothing lifts them."""
+    base = draw(0, 4, 4).requires_grad_()
+    for _ in range(4):
+        base.grad = None
+        weight = base * 2
+        weight.register_hook(lambda grad: 3 * grad)
+        x = draw(1, 5, 4).requires_grad_()
+        recorded(lambda x, _, weight=weight: x @ weight, [x], [weight], [None], "computed").sum().backward()
+        torch.testing.assert_close(base.grad, 6 * x.detach().t() @ torch.ones(5, 4))
+    assert not pairs()
+
+
+def test_recordings_of_ones_own():
+    store = type(module._recordings)()
+    for _ in range(3):
+        recorded(lambda x, _: x + 1, [torch.ones(3)], [], [None], "own", store=store)
+    assert [type(x) for x in store.values()] == [module._Pair] and not module._recordings
+
+
 def test_hooks_of_inputs_are_run():
     model, seen = Example(0), []
     for calls in range(1, 5):

@@ -11,7 +11,7 @@ import torch
 from lightnet_kernels import additive_scan, backends
 
 pytest.importorskip("triton")
-from lightnet_kernels import triton_tables
+from lightnet_kernels import triton_scan, triton_tables
 
 from tests.gpu import test_scan as on_card
 
@@ -127,6 +127,28 @@ def test_spans(theta, short_spans):
     exact = {name: x.double() for name, x in inputs.items()}
     wanted = additive_scan(**exact, theta=angles if angles is None else angles.double(), backend="torch")
     assert relative(later, wanted[:, 70:]) < 1e-5
+
+
+@inside
+@pytest.mark.parametrize(
+    ("theta", "sums"),
+    [
+        (True, {"tile": 32}),
+        (True, {"tile": 32, "stacked": True}),
+        (True, {"tile": 16, "features": 128, "stacked": True}),
+        (False, {"tile": 32, "values": 64}),
+    ],
+    ids=str,
+)
+def test_other_ways_to_sum_spans(theta, sums, short_spans, monkeypatch):
+    """Those that benchmarks/span_sums.py times; of bf16, as float32 is always summed in the same way."""
+    assert short_spans(400) > 2
+    rules = [triton_scan.SUMS[0], triton_scan.SUMS[1]]
+    rules[theta] = rules[theta]._replace(**sums)
+    monkeypatch.setattr(triton_scan, "SUMS", tuple(rules))
+    triton_scan.Shape.of.cache_clear()
+    table.check(make(1, 400, 1, 72, 20, theta=theta), torch.bfloat16, "cpu")
+    triton_scan.Shape.of.cache_clear()
 
 
 @inside
