@@ -70,19 +70,18 @@ class Shape(NamedTuple):
     @functools.lru_cache(maxsize=256)  # noqa: B019 (a tuple of numbers)
     def of(self, name: str) -> dict[str, Any]:
         """Arguments of a kernel of blocks: widths, operands, and how it is launched, by rule: nothing is tuned."""
-        rule = LAUNCH[name][1 if self.double else 0]
+        rule = LAUNCH[name][self.double]
         values = {"VP": self.value_width}
         if name in ("chain_states", "chain_grads"):
             values = {"VB": self.value_slice}
-        elif name == "span_sums":
-            how = SUMS[self.double]
-            width = 64 if self.wide else how.values
-            stacked = how.stacked and self.double and not self.wide
-            values = {"VB": min(width, self.value_width), "TB": how.tile, "STACKED": stacked}
-            if not self.wide:
-                values |= {"DH": how.features, "NH": parts(self.D, how.features)}
-            if how.registers and not self.wide:
-                values["maxnreg"] = how.registers
+        elif isinstance(rule, Sums):
+            rule = Sums(1, rule.warps, values=64) if self.wide else rule
+            values = {
+                "VB": min(rule.values, self.value_width), "TB": rule.tile, "STACKED": rule.stacked,
+                "DH": rule.features, "NH": parts(self.D, rule.features),
+            }  # fmt: skip
+            if rule.registers:
+                values["maxnreg"] = rule.registers
         return {
             "D": self.D, "V": self.V, "DH": SLICE, "NH": self.slices, "BT": BLOCK, "LRPE": self.double, **values,
             "OP": tl.float32 if self.wide else tl.bfloat16, "PREC": "tf32x3" if self.wide else "ieee",
@@ -114,28 +113,29 @@ class Rule(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """How `span_sums` is launched, beside its rule."""
+    """How `span_sums` is launched."""
 
+    stages: int
+    warps: int = 4
     tile: int = 64  # tokens at once
     values: int = 128  # value features of a program
-    registers: int = 0  # of a thread at most; 0: as many as it takes
-    stacked: bool = False  # both halves of a doubled state by one product
     features: int = SLICE  # of keys or queries, of a program
+    registers: int = 0  # of a thread at most; 0: as many as it takes
+    stacked: bool = False  # both halves of a doubled state by one product; with LRPE
 
 
 # Blocks of a sequence, at most: rows and features that a program of a scan over them takes at once, and its warps.
 ROWS = {64: (16, 32, 1), 1024: (64, 32, 4), math.inf: (128, 8, 4)}
 # Without and with LRPE, as measured (benchmarks/LOG.md).
-LAUNCH = {
+LAUNCH: dict[str, tuple[Rule | Sums, Rule | Sums]] = {
     "chain_states": (Rule(3), Rule(2)),
     "outputs": (Rule(2), Rule(2)),
     "query_grads": (Rule(2), Rule(1)),
     "chain_grads": (Rule(3), Rule(2)),
     "key_grads": (Rule(2), Rule(1)),
     "value_grads": (Rule(3), Rule(2)),
-    "span_sums": (Rule(2), Rule(3, 8)),
+    "span_sums": (Sums(2), Sums(3, 8)),
 }
-SUMS = (Sums(), Sums())
 
 
 def parts(whole: int, part: int) -> int:

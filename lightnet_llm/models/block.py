@@ -45,7 +45,7 @@ class Block(nn.Module):
         self.index, self.dropout = index, config.dropout
         self.drop_path = config.drop_path * index / max(config.layers - 1, 1)
         self.causal, self.layers_set = config.causal, layers
-        self.key = repr((config, layers.key))
+        self.key = repr((config, type(layers)))
         self.recompute = False  # whether training computes activations again in the backward pass, to save memory
         self.attention_norm = Norm(config.norm, config.width, config.norm_eps)
         self.attention = LightNetAttention(config, layers)

@@ -75,8 +75,8 @@ class PlainLayers:
         token_shard: (rank, number of ranks) that share the tokens of the residual stream.
         group: their process group, None for one.
         products: kinds of layers whose output is the product with their weight, where they have no bias.
-        key: what decides the steps of these layers, beside their shapes.
-        recordings: of parts of models that these layers make (`lightnet_kernels.recorded`), None for those of the process.
+        recordings: of parts of models made of these layers (`lightnet_kernels.recorded`): None, those of the process, unless
+            the steps are collectives of a group.
         vocab_multiple: the vocabulary is padded to a multiple of this.
     """
 
@@ -89,7 +89,6 @@ class PlainLayers:
 
     def __init__(self, vocab_multiple: int = 128):
         self.vocab_multiple = vocab_multiple
-        self.key: tuple[Any, ...] = (type(self).__name__,)
 
     def split(self, size: int) -> int:
         """This rank's share of ``size`` features, padded up where the ranks do not divide it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from typing import Any
 
@@ -25,8 +24,6 @@ from torch import Tensor, nn
 
 from ..models.layers import PlainLayers
 from ..models.parameters import spec_of
-
-_SERIALS = itertools.count()
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -65,7 +62,6 @@ class MegatronLayers(PlainLayers):
     def __init__(self, group: dist.ProcessGroup, vocab_multiple: int = 128, share_tokens: bool = False):
         super().__init__(vocab_multiple)
         self.group = group
-        self.key += (next(_SERIALS),)  # of another group, collectives are others
         self.recordings = OrderedDict()
         self.tensor_parallel = dist.get_world_size(group)
         self.tensor_rank = dist.get_rank(group)

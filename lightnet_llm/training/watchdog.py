@@ -210,7 +210,8 @@ class Watchdog:
         try:
             self._say(kind, message)
         finally:
-            end_children()  # last: PyTorch would have the main thread fail at a loader's worker that is killed
+            with contextlib.suppress(Exception):
+                end_children()  # last: PyTorch would have the main thread fail at a loader's worker that is killed
             os._exit(failures.HUNG)
 
     def _say(self, kind: str, message: str) -> None:

@@ -19,7 +19,7 @@ from lightnet_llm.models.block import Block
 from lightnet_llm.models.parameters import initialize, spec_of
 from lightnet_llm.parallel.megatron import MegatronLayers
 from lightnet_llm.parallel.sequence import SequencePlace, training_context
-from tests.parallel.exchange_ranks import attempt, on_ranks
+from tests.parallel.on_ranks import attempt, on_ranks
 
 # Ranks' shares of tokens begin at addresses that are no multiples of 16 bytes where they are not copied.
 TENSOR, TOKENS = 2, 68

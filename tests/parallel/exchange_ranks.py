@@ -8,10 +8,7 @@ Every rank draws the same inputs, runs its part with the exchange and all of it 
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -25,6 +22,7 @@ from torch import Tensor
 from lightnet_llm.parallel.fused_exchange import serves
 from lightnet_llm.parallel.segments import SegmentPlan, SequencePlace, plan_segments
 from lightnet_llm.parallel.sequence import SequenceExchange
+from tests.parallel.on_ranks import attempt, on_ranks
 from tests.unit.kernels.kernel_oracle import expected
 
 HEADS, WIDTH, VALUES, CHANNELS, RANK = 6, 8, 6, 10, 3
@@ -361,60 +359,6 @@ def run_all(device: str, backend: str, name: str) -> None:
         attempt(
             f"{place.exchange} bf16 toeplitz", check_toeplitz, "anywhere", half, True, device, backend, torch.float32
         )
-
-
-def attempt(label: str, check: Callable[..., None], *arguments: Any) -> None:
-    try:
-        check(*arguments)
-    except Exception as error:
-        raise AssertionError(f"{label}: {error}") from error
-
-
-def rank_main(run: Callable[..., None], device: str, *arguments: str) -> None:
-    """One rank, placed by the environment."""
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    run(device, *arguments)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def on_ranks(module: str, run: Callable[..., None], world: int, device: str, *arguments: str) -> int:
-    """What the module does with these arguments: ``run(device, *arguments)`` on so many ranks. Returns the worst exit code."""
-    where = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    if os.environ.get("RANK"):
-        rank_main(run, device, *arguments)
-        return 0
-    os.environ.update(where)
-    if device == "cuda":  # does not survive a fork
-        command = [sys.executable, "-m", module, str(world), device, *arguments]
-        ranks = [subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}) for rank in range(world)]
-        return max(abs(process.wait()) for process in ranks)
-    torch.set_num_threads(1)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        from tests.unit.kernels import quick_interpreter
-
-        quick_interpreter.install()
-    pids = []
-    for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            os.environ["RANK"] = str(rank)
-            try:
-                rank_main(run, device, *arguments)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        pids.append(pid)
-    return max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ LAYOUTS = {
     "pp2": (2, ["parallel.pipeline=2"]),
     "tp2_dp2": (4, ["parallel.tensor=2"]),
 }
+LOADERS = {layout: ["data.workers=2"] for layout in ("dp2", "tp2")}
 
 
 class Fault:
@@ -56,7 +57,7 @@ class Fault:
 @pytest.mark.parametrize("layout", [n if n in ("dp2", "pp2") else pytest.param(n, marks=SLOW) for n in LAYOUTS])
 def test_killed_rank(layout: str, ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
     world, overrides = LAYOUTS[layout]
-    fault = Fault(ranks, tiny, tmp_path, world, "kill_rank_one", [*overrides, "data.workers=1"])
+    fault = Fault(ranks, tiny, tmp_path, world, "kill_rank_one", [*overrides, *LOADERS.get(layout, [])])
     assert fault.codes[1] == KILLED and fault.seconds < 60
     assert all(code in (failures.FAILED, failures.HUNG) for rank, code in enumerate(fault.codes) if rank != 1)
     assert any("lost rank 1 (host " in line and "killed or crashed" in line for line in fault.errors[0]), fault.logs[0]
@@ -71,7 +72,7 @@ def test_hung_rank(layout: str, ranks: Ranks, tiny: Path, tmp_path: Path) -> Non
     """It is named, with the place it is in and the collective the others wait in; all stacks are written. Data loaders' workers,
     which are ended with their rank, say nothing."""
     world, overrides = LAYOUTS[layout]
-    fault = Fault(ranks, tiny, tmp_path, world, "hang_rank_one", [*overrides, "data.workers=2"])
+    fault = Fault(ranks, tiny, tmp_path, world, "hang_rank_one", [*overrides, *LOADERS.get(layout, [])])
     assert fault.codes == [failures.HUNG] * world and fault.seconds < 60
     (report,) = (tmp_path / "run" / "hangs").glob("*/report.txt")
     text = report.read_text()

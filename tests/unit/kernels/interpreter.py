@@ -49,8 +49,7 @@ def kernels_on_cpu(replace: Callable[..., Any]) -> None:
         def by(*given: Any, choose: Callable[..., Any] = choose, at: int = at, **options: Any) -> Any:
             return choose(*given[:at], "triton", *given[at + 1 :], **options)
 
-        for name in ("scan", "norms", "swiglu", "modulation"):
-            user = sys.modules[f"lightnet_kernels.{name}"]
+        for user in (sys.modules[f"lightnet_kernels.{user}"] for user in ("scan", "norms", "swiglu", "modulation")):
             if getattr(user, choice, None) is choose:
                 replace(user, choice, by)
 

@@ -143,9 +143,9 @@ def test_spans(theta, short_spans):
 def test_other_ways_to_sum_spans(theta, sums, short_spans, monkeypatch):
     """Those that benchmarks/span_sums.py times; of bf16, as float32 is always summed in the same way."""
     assert short_spans(400) > 2
-    rules = [triton_scan.SUMS[0], triton_scan.SUMS[1]]
+    rules = [*triton_scan.LAUNCH["span_sums"]]
     rules[theta] = rules[theta]._replace(**sums)
-    monkeypatch.setattr(triton_scan, "SUMS", tuple(rules))
+    monkeypatch.setitem(triton_scan.LAUNCH, "span_sums", tuple(rules))
     triton_scan.Shape.of.cache_clear()
     table.check(make(1, 400, 1, 72, 20, theta=theta), torch.bfloat16, "cpu")
     triton_scan.Shape.of.cache_clear()
