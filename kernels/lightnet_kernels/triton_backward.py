@@ -7,10 +7,10 @@ With asked_t = phi_t dphi_t / s_t: dk_r = e^{k_r} (sum_{t>=r} phi_t c_tr <do_t, 
                          times exp(k), what the block's own normalisers take from dk
   grad[b, h, (2,) D, V]  what all queries after block b ask of the state that it leaves, in units of exp(-leave),
                          angle 0 at the block's first token
-  span_grad[p, h, (2,) D, V]  float32, what a span's own queries ask of the state that it finds (`triton_span_sums`), in
-                         units of exp(-enter) of its first block, angle 0 at its first token; after `scan_span_grads`
-                         what all later spans ask of the state that it leaves, in units of exp(-leave) of its last block,
-                         angle 0 at the token after
+  piece_grad[p, h, (2,) D, V]  float32, what the queries of a piece of a span ask of the state that it finds
+                         (`triton_span_sums`), in units of exp(-enter) of its first block, angle 0 at its first token; after
+                         `scan_span_grads` what all later pieces ask of the state that it leaves, in units of exp(-leave)
+                         of its last block, angle 0 at the token after
   pressure[b, h, D]      sum of `asked` over block b, in units of exp(-enter) (`own`); and, by `scan_pressure`, over all
                          that comes later, in units of exp(-leave)
 theta's gradient is the sum over tokens of torque times place. Places count from windows of WINDOW blocks, so that large
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .triton_exact import exact_key_sums, exact_query_sums, exact_scale, exact_scores, exact_taken
-from .triton_forward import load_span
+from .triton_forward import LAST_PIECE, SPAN_FIELDS, load_span
 from .triton_parts import (
     exp,
     inverse,
@@ -174,7 +174,7 @@ def chain_grads(
     PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every block's gradient, a span's blocks from the last to the first, from the gradient in `from` (FROM: 1, one a
-    span, 2, one a sequence, 0, none). TO: the gradient of the state that each sequence finds is kept in `to`. One program
+    piece, 2, one a sequence, 0, none). TO: the gradient of the state that each sequence finds is kept in `to`. One program
     a (span, head, slice of features and slice of VB value features)."""
     span = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -190,7 +190,8 @@ def chain_grads(
     moved = tl.zeros([DH], tl.float32)
     unit = load_vector(leave_ptr + ((block + blocks - 1) * H + head) * D, col, D, DH)
     if FROM:
-        source = ((span if FROM == 1 else sequence) * H + head) * SIZE
+        found = tl.load(spans_ptr + span * SPAN_FIELDS + LAST_PIECE).to(tl.int64) if FROM == 1 else sequence
+        source = (found * H + head) * SIZE
         real = load_matrix(from_ptr + source, col, vcol, D, V, DH, VB)
         if LRPE:
             imag = load_matrix(from_ptr + source + D * V, col, vcol, D, V, DH, VB)

@@ -17,18 +17,18 @@ from .triton_parts import exp, load_matrix, load_vector, store_matrix, store_vec
 
 @triton.jit
 def scan_span_grads(
-    sequences_ptr, spans_ptr, span_grad_ptr, enter_ptr, leave_ptr, move_ptr, final_ptr, first_ptr, H,
+    sequences_ptr, pieces_ptr, piece_grad_ptr, enter_ptr, leave_ptr, move_ptr, final_ptr, first_ptr, H,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, LRPE: tl.constexpr,
     FINAL: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """From what each span's own queries ask of what it finds to what all later ones ask of what it leaves, in place.
+    """From what each piece's own queries ask of what it finds to what all later ones ask of what it leaves, in place.
     `final`: the gradient of each sequence's last state, in units of exp(-leave). With TOTAL nothing changes, and what is
     asked of what each sequence finds is kept in `first`, in units of exp(-enter). One program a (sequence, head, slice of
     features)."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, vcol = tl.program_id(2) * BD + tl.arange(0, BD), tl.arange(0, VP)
-    start = tl.load(sequences_ptr + sequence * 2).to(tl.int64)
-    spans = tl.load(sequences_ptr + sequence * 2 + 1)
+    start = tl.load(sequences_ptr + sequence * 4).to(tl.int64)
+    pieces = tl.load(sequences_ptr + sequence * 4 + 1)
     SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
     real = tl.zeros([BD, VP], tl.float32)
     imag = tl.zeros([BD, VP], tl.float32)
@@ -39,25 +39,25 @@ def scan_span_grads(
             imag = load_matrix(final_ptr + (sequence * H + head) * SIZE + D * V, row, vcol, D, V, BD, VP)
     if LRPE:
         cos, sin = load_vector(move_ptr + head * D, row, D, BD), load_vector(move_ptr + (H + head) * D, row, D, BD)
-    for j in range(0, spans):
-        span = start + spans - 1 - j
-        _, _, length, block, _, _, _ = load_span(spans_ptr, span)
-        at = span * H + head
+    for j in range(0, pieces if TOTAL else tl.load(sequences_ptr + sequence * 4 + 3)):
+        piece = start + pieces - 1 - j
+        _, _, length, block, _, _, _ = load_span(pieces_ptr, piece)
+        at = piece * H + head
         enter = load_vector(enter_ptr + (block * H + head) * D, row, D, BD)
         leave = load_vector(leave_ptr + ((block + tl.cdiv(length, BT) - 1) * H + head) * D, row, D, BD)
-        real_added = load_matrix(span_grad_ptr + at * SIZE, row, vcol, D, V, BD, VP)
+        real_added = load_matrix(piece_grad_ptr + at * SIZE, row, vcol, D, V, BD, VP)
         if j > 0:
             faded = exp(leave - unit)[:, None]
             real *= faded
             imag *= faded
         if not TOTAL:
-            store_matrix(span_grad_ptr + at * SIZE, row, vcol, real, D, V, BD, VP)
+            store_matrix(piece_grad_ptr + at * SIZE, row, vcol, real, D, V, BD, VP)
         crossed = exp(enter - leave)[:, None]
         if LRPE:
-            imag_added = load_matrix(span_grad_ptr + at * SIZE + D * V, row, vcol, D, V, BD, VP)
+            imag_added = load_matrix(piece_grad_ptr + at * SIZE + D * V, row, vcol, D, V, BD, VP)
             if not TOTAL:
-                store_matrix(span_grad_ptr + at * SIZE + D * V, row, vcol, imag, D, V, BD, VP)
-            if j == 0:  # the last span may be short
+                store_matrix(piece_grad_ptr + at * SIZE + D * V, row, vcol, imag, D, V, BD, VP)
+            if j == 0:  # the last piece may be short
                 last_cos = load_vector(move_ptr + (2 * H + sequence * H + head) * D, row, D, BD)
                 sequences = tl.num_programs(0)
                 last_sin = load_vector(move_ptr + ((2 + sequences) * H + sequence * H + head) * D, row, D, BD)

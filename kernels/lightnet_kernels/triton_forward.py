@@ -1,14 +1,14 @@
 """Forward Triton kernels of the causal additive scan: states, their scan over spans, outputs. See `triton_parts`.
 
-A sequence's blocks are cut into spans, one program's chain; a short sequence is one span. Device buffers, with b a
-block, p a span, h a head:
+A sequence's blocks are cut into spans, one program's chain, and spans into pieces; a short sequence is one span. Device
+buffers, with b a block, p a piece, h a head:
   enter, leave[b, h, D]  the block's units (float32)
   mass[b, h, D]          sum exp(k) of all earlier tokens of the sequence in units of exp(enter)
   flag[b, h]             1 where the block needs the exact form
   kv[b, h, (2,) D, V]    the state that the block finds, in units of exp(enter), angle 0 at its first token
-  span_kv[p, h, (2,) D, V]  float32, what a span adds (`triton_span_sums`), in units of exp(leave) of its last block,
-                         angle 0 at the token after it; after `scan_spans` what it finds, in units of exp(leave) of the
-                         block before it
+  piece_kv[p, h, (2,) D, V]  float32, what a piece of a span adds (`triton_span_sums`), in units of exp(leave) of its last
+                         block, angle 0 at the token after it; after `scan_spans` what it finds, in units of exp(leave)
+                         of the block before it
 """
 
 # What Triton compiles is not quite Python: types change between uses.
@@ -41,13 +41,14 @@ from .triton_parts import (
     turned,
 )
 
-SPAN_FIELDS = tl.constexpr(8)
+SPAN_FIELDS = tl.constexpr(9)
+FIRST_PIECE, LAST_PIECE = tl.constexpr(7), tl.constexpr(8)
 
 
 @triton.jit
 def load_span(spans_ptr, span):
-    """A row of the span table: batch row, first token, tokens, first block, its place in the sequence, sequence,
-    whether the span is its sequence's last."""
+    """A row of the table of spans or pieces: batch row, first token, tokens, first block, its span's place in the sequence,
+    sequence, whether the span is its sequence's last."""
     row = spans_ptr + span * SPAN_FIELDS
     return (
         tl.load(row).to(tl.int64), tl.load(row + 1).to(tl.int64), tl.load(row + 2), tl.load(row + 3).to(tl.int64),
@@ -81,8 +82,8 @@ def fill_angles(
 def fill_moves(
     theta_ptr, lengths_ptr, moves_ptr, span, sequences, heads, D: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
-    """cos and sin [2 + 2 sequences, H, D] of moves by a full span (rows 0 and 1) and by each sequence's last one (cos of
-    all, then sin of all), in float64 until they are stored. One program a (move, head)."""
+    """cos and sin [2 + 2 sequences, H, D] of moves by `span` tokens (rows 0 and 1) and by what is left of each sequence
+    after whole ones (cos of all, then sin of all), in float64 until they are stored. One program a (move, head)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     col = tl.arange(0, DP)
     tokens = tl.cast(span, tl.int64)
@@ -185,7 +186,7 @@ def chain_states(
     LRPE: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, OP: tl.constexpr,
     PREC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every block's kv, a span's blocks in turn, from the kv in `from` (FROM: 1, one a span, 2, the initial one of each
+    """Every block's kv, a span's blocks in turn, from the kv in `from` (FROM: 1, one a piece, 2, the initial one of each
     sequence, 0, none). TO: kv after each sequence's last token is kept in `to`, in units of exp(max). One program a
     (span, head, slice of features and slice of VB value features)."""
     span = tl.program_id(0).to(tl.int64)
@@ -201,7 +202,8 @@ def chain_states(
     imag = tl.zeros([DH, VB], tl.float32)
     unit = load_vector(enter_ptr + at, col, D, DH)  # of the state
     if FROM:
-        source = ((span if FROM == 1 else sequence) * H + head) * SIZE
+        found = tl.load(spans_ptr + span * SPAN_FIELDS + FIRST_PIECE).to(tl.int64) if FROM == 1 else sequence
+        source = (found * H + head) * SIZE
         real = load_matrix(from_ptr + source, col, vcol, D, V, DH, VB)
         if LRPE:
             imag = load_matrix(from_ptr + source + D * V, col, vcol, D, V, DH, VB)
@@ -256,19 +258,19 @@ def chain_states(
 
 @triton.jit
 def scan_spans(
-    sequences_ptr, spans_ptr, enter_ptr, leave_ptr, span_kv_ptr, move_ptr, max0_ptr, kv0_ptr, unit_ptr, max_ptr, total_ptr,
+    sequences_ptr, pieces_ptr, enter_ptr, leave_ptr, piece_kv_ptr, move_ptr, max0_ptr, kv0_ptr, unit_ptr, max_ptr, total_ptr,
     H,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, LRPE: tl.constexpr,
     INITIAL: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """From what each span adds to what it finds, in place. `move`, see `fill_moves`: cos and sin of a full span's tokens
-    come first. `unit`: leave of the blocks when the spans were summed, if it was another. With TOTAL nothing changes, and
+    """From what each piece adds to what it finds, in place. `move`, see `fill_moves`: cos and sin of a full piece's tokens
+    come first. `unit`: leave of the blocks when the pieces were summed, if it was another. With TOTAL nothing changes, and
     the sequence's state after its last token is kept in `total`, in units of exp(max). One program a (sequence, head,
     slice of features)."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, vcol = tl.program_id(2) * BD + tl.arange(0, BD), tl.arange(0, VP)
-    start = tl.load(sequences_ptr + sequence * 2).to(tl.int64)
-    spans = tl.load(sequences_ptr + sequence * 2 + 1)
+    start = tl.load(sequences_ptr + sequence * 4).to(tl.int64)
+    pieces = tl.load(sequences_ptr + sequence * 4 + (1 if TOTAL else 2))
     SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
     state = sequence * H + head
     real = tl.zeros([BD, VP], tl.float32)
@@ -281,18 +283,18 @@ def scan_spans(
             imag = load_matrix(kv0_ptr + state * SIZE + D * V, row, vcol, D, V, BD, VP)
     if LRPE:
         cos, sin = load_vector(move_ptr + head * D, row, D, BD), load_vector(move_ptr + (H + head) * D, row, D, BD)
-    for i in range(0, spans):
-        _, _, length, block, _, _, _ = load_span(spans_ptr, start + i)
+    for i in range(0, pieces):
+        _, _, length, block, _, _, _ = load_span(pieces_ptr, start + i)
         at = (start + i) * H + head
         end = ((block + tl.cdiv(length, BT) - 1) * H + head) * D
         leave = load_vector(leave_ptr + end, row, D, BD)
-        real_added = load_matrix(span_kv_ptr + at * SIZE, row, vcol, D, V, BD, VP)
+        real_added = load_matrix(piece_kv_ptr + at * SIZE, row, vcol, D, V, BD, VP)
         if LRPE:
-            imag_added = load_matrix(span_kv_ptr + at * SIZE + D * V, row, vcol, D, V, BD, VP)
+            imag_added = load_matrix(piece_kv_ptr + at * SIZE + D * V, row, vcol, D, V, BD, VP)
         if not TOTAL:
-            store_matrix(span_kv_ptr + at * SIZE, row, vcol, real, D, V, BD, VP)
+            store_matrix(piece_kv_ptr + at * SIZE, row, vcol, real, D, V, BD, VP)
             if LRPE:
-                store_matrix(span_kv_ptr + at * SIZE + D * V, row, vcol, imag, D, V, BD, VP)
+                store_matrix(piece_kv_ptr + at * SIZE + D * V, row, vcol, imag, D, V, BD, VP)
         if unit_ptr is not None:  # from which a block may have become slower, by SAFE_GROWTH / 2 at most
             rescaled = fade(load_vector(unit_ptr + end, row, D, BD), leave)[:, None]
             real_added *= rescaled
@@ -302,18 +304,18 @@ def scan_spans(
         unit = leave
         if LRPE:
             if TOTAL:  # noqa: SIM102
-                if i == spans - 1:  # which may be short
+                if i == pieces - 1:  # which may be short
                     sequences = tl.num_programs(0)
                     cos = load_vector(move_ptr + (2 * H + state) * D, row, D, BD)
                     sin = load_vector(move_ptr + ((2 + sequences) * H + state) * D, row, D, BD)
-            # By a full span: without TOTAL the sum after the last one is not used.
+            # By a full piece: without TOTAL the sum after the last one is not used.
             real, imag = turned(real, imag, cos * faded, sin * faded)
             imag += imag_added
             real += real_added
         else:
             real = real * faded[:, None] + real_added
     if TOTAL:  # noqa: SIM102
-        if spans > 0:
+        if pieces > 0:
             faded = fade(unit, load_vector(max_ptr + state * D, row, D, BD))[:, None]
             store_matrix(total_ptr + state * SIZE, row, vcol, real * faded, D, V, BD, VP)
             if LRPE:

@@ -3,8 +3,8 @@
 Forward: chains of blocks leave the state that every block finds (`chain_states`), then all blocks give their outputs at
 once. Backward (`triton_scan_grads`): queries, all blocks at once; chains from the end with gradients; then keys, then
 values, all blocks at once. Where sequences are long and heads few a sequence is cut into spans, whose chains do not wait
-for one another: what each adds, backward what it asks, is summed before (`triton_span_sums`). Nothing waits for the
-device; a new cut into blocks is sent to it once. For the backward pass the inputs and the blocks' states are kept: one
+for one another: what each adds, backward what it asks, is summed before, by pieces (`triton_span_sums`). Nothing waits for
+the device; a new cut into blocks is sent to it once. For the backward pass the inputs and the blocks' states are kept: one
 state for every BLOCK tokens, in the operands' dtype. Ranks that share a sequence: `triton_scan_ranks`.
 """
 
@@ -62,6 +62,12 @@ class Shape(NamedTuple):
     def chains(self) -> int:
         """Programs that share a span of one head."""
         return self.slices * parts(self.V, self.value_slice)
+
+    @property
+    def sums(self) -> int:
+        """Programs that share a piece of a span of one head."""
+        how = self.of("span_sums")
+        return int(how["NH"]) * parts(self.V, how["VB"])
 
     @property
     def operand(self) -> torch.dtype:
@@ -134,7 +140,7 @@ LAUNCH: dict[str, tuple[Rule | Sums, Rule | Sums]] = {
     "chain_grads": (Rule(3), Rule(2)),
     "key_grads": (Rule(2), Rule(1)),
     "value_grads": (Rule(3), Rule(2)),
-    "span_sums": (Sums(2), Sums(3, 8)),
+    "span_sums": (Sums(2), Sums(3, tile=32, stacked=True)),
 }
 
 
@@ -150,7 +156,8 @@ def shape_of(query: Tensor, value: Tensor, theta: Tensor | None, silu: bool) -> 
 
 def tables_of(query: Tensor, shape: Shape, bounds: tuple[int, ...] | None) -> Tables:
     """How the tokens of a call are cut."""
-    return tables(query.shape[0], query.shape[1], bounds, BLOCK, shape.heads * shape.chains, query.device)
+    chains, sums = shape.heads * shape.chains, shape.heads * shape.sums
+    return tables(query.shape[0], query.shape[1], bounds, BLOCK, chains, sums, query.device)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -185,13 +192,13 @@ def empty_angles(shape: Shape, device: torch.device) -> Angles:
 
 
 def span_moves(theta: Tensor | None, table: Tables) -> Tensor | None:
-    """cos and sin [2 + 2 sequences, H, D] of moves by a full span and by each sequence's last one."""
+    """cos and sin [2 + 2 sequences, H, D] of moves by a full piece of a span and by each sequence's last one."""
     if theta is None:
         return None
     sequences, (heads, width) = table.lengths.shape[0], theta.shape
     moves = torch.empty(2 + 2 * sequences, heads, width, device=theta.device)
     launch(forward_kernels.fill_moves, (1 + sequences, heads))(
-        theta, table.lengths, moves, table.span * BLOCK, sequences, heads,
+        theta, table.lengths, moves, table.piece * BLOCK, sequences, heads,
         D=width, DP=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return moves
@@ -227,8 +234,8 @@ def empty_blocks(shape: Shape, blocks: int, device: torch.device, angles: Angles
 
 
 def empty_spans(shape: Shape, table: Tables, device: torch.device) -> Tensor:
-    """A state for every span, float32."""
-    return torch.empty(table.spans.shape[0], shape.heads, shape.rows, shape.V, device=device)
+    """A state for every piece of a span, float32."""
+    return torch.empty(table.pieces.shape[0], shape.heads, shape.rows, shape.V, device=device)
 
 
 def fill_units(
@@ -272,16 +279,16 @@ def move_spans(
     """`triton_forward.scan_spans`; initial and total: maxima and kv."""
     arguments = shape.of_states()
     launch(forward_kernels.scan_spans, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["BD"])))(
-        table.span_ranges, table.spans, found.enter, found.leave, held, span_moves(theta, table), *initial, units, *total,
+        table.piece_ranges, table.pieces, found.enter, found.leave, held, span_moves(theta, table), *initial, units, *total,
         shape.heads, BT=BLOCK, INITIAL=initial[0] is not None, TOTAL=total[0] is not None, **arguments,
     )  # fmt: skip
 
 
 def sum_spans(x: Tensor, y: Tensor, shape: Shape, table: Tables, found: Blocks, sums: Tensor, **which: bool) -> None:
     """`triton_span_sums.span_sums`, into `sums`."""
-    how = shape.of("span_sums")
-    launch(span_kernels.span_sums, (table.spans.shape[0], shape.heads, how["NH"] * parts(shape.V, how["VB"])))(
-        x, y, table.spans, *found.angles, found.enter, found.leave, sums, *strides(x, y), shape.heads, **which, **how,
+    launch(span_kernels.span_sums, (table.pieces.shape[0], shape.heads, shape.sums))(
+        x, y, table.pieces, *found.angles, found.enter, found.leave, sums, *strides(x, y), shape.heads, **which,
+        **shape.of("span_sums"),
     )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def move_span_grads(
     """`triton_backward_states.scan_span_grads`; `first` is asked for with TOTAL."""
     arguments = shape.of_states()
     launch(state_kernels.scan_span_grads, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["BD"])))(
-        table.span_ranges, table.spans, held, found.enter, found.leave, span_moves(theta, table), last, first,
+        table.piece_ranges, table.pieces, held, found.enter, found.leave, span_moves(theta, table), last, first,
         shape.heads, BT=BLOCK, FINAL=last is not None, TOTAL=first is not None, **arguments,
     )  # fmt: skip
 

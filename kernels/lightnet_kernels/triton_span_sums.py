@@ -1,8 +1,10 @@
-"""Triton kernel of the causal additive scan: what a span adds to the state, or asks of it, as one product over its tokens.
+"""Triton kernel of the causal additive scan: what a piece of a span adds to the state, or asks of it, as one product over its
+tokens.
 
-Every span but one of a long sequence waits for a state. The sums of all spans are found at once, a scan over spans makes of them
-what each finds (`triton_forward.scan_spans`, `triton_backward_states.scan_span_grads`), and chains begin there. No state is
-handed from block to block here: a span's keys are in one unit, and are themselves turned to the place where the sum is wanted.
+Every span but one of a long sequence waits for a state. The sums of all pieces are found at once, a scan over pieces makes of
+them what each finds (`triton_forward.scan_spans`, `triton_backward_states.scan_span_grads`), and chains begin there. No state
+is handed from block to block here: a piece's keys are in one unit, and are themselves turned to the place where the sum is
+wanted.
 """
 
 # What Triton compiles is not quite Python: types change between uses.
@@ -19,17 +21,17 @@ from .triton_parts import exp, load_angles, load_keys, load_rows, load_vector, s
 
 @triton.jit
 def span_sums(
-    x_ptr, y_ptr, spans_ptr, cos_ptr, sin_ptr, turn_ptr, enter_ptr, leave_ptr, to_ptr,
+    x_ptr, y_ptr, pieces_ptr, cos_ptr, sin_ptr, turn_ptr, enter_ptr, leave_ptr, to_ptr,
     sxb, sxn, sxh, syb, syn, syh, H,
     D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, NH: tl.constexpr, VB: tl.constexpr, BT: tl.constexpr, TB: tl.constexpr,
     LRPE: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr, OP: tl.constexpr, PREC: tl.constexpr,
     STAGES: tl.constexpr, STACKED: tl.constexpr,
 ):  # fmt: skip
-    """KEYS: of keys x and values y what the span adds, span_kv of `triton_forward`; else of `x` of `triton_backward` and
-    gradients y what its queries ask, span_grad. Without ALL not for spans of which nobody asks it: each sequence's last,
-    or first. One program a (span, head, slice of features and slice of VB value features)."""
-    span, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    batch, first, length, block, place, _, last = load_span(spans_ptr, span)
+    """KEYS: of keys x and values y what the piece adds, piece_kv of `triton_forward`; else of `x` of `triton_backward` and
+    gradients y what its queries ask, piece_grad. Without ALL not in spans of which nobody asks it: each sequence's last,
+    or first. One program a (piece, head, slice of features and slice of VB value features)."""
+    piece, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, first, length, block, place, _, last = load_span(pieces_ptr, piece)
     if not ALL:  # noqa: SIM102
         if (last != 0) if KEYS else (place == 0):
             return
@@ -81,7 +83,7 @@ def span_sums(
             cos_first, sin_first = cos_first * cos_on - sin_first * sin_on, sin_first * cos_on + cos_first * sin_on
         else:
             real = tl.dot(tl.trans(factor.to(OP)), y, real, input_precision=PREC)
-    target = to_ptr + (span * H + head) * ((2 if LRPE else 1) * D * V)
+    target = to_ptr + (piece * H + head) * ((2 if LRPE else 1) * D * V)
     if STACKED:
         pair = tl.arange(0, 2 * DH)
         feature = (tl.program_id(2) % NH) * DH + pair // 2

@@ -1,28 +1,34 @@
-"""How the Triton scan cuts a batch into blocks and spans: index tables, made on the host and kept on the device."""
+"""How the Triton scan cuts a batch into blocks and spans: index tables, made on the host and kept on the device.
+
+A span is one chain's, and there are as many as fill the card once. What spans add to the state, or ask of it, is summed by
+pieces of them: not every span needs it, so that whole ones would leave multiprocessors without work."""
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-PROGRAMS = 264  # chains that fill the multiprocessors of a large card twice
-LONG = 256  # blocks of a span from which there are
-WAVES = 2  # times as many spans: their sums fill the card, too
+PROGRAMS = 264  # chains, or sums of pieces, that fill the multiprocessors of a large card twice
+PIECES = (1, 2, 4, 8, 16)  # of a span
+SETUP, HANDED = 3, 1  # time of a piece's program beside its tokens, and of a scan over pieces at each, in blocks' sums
 WINDOW = 4  # blocks, see `triton_backward`
 
 
 class Tables(NamedTuple):
-    """int32 on the device; of a sequence (a batch row or a segment) blocks and spans are consecutive."""
+    """int32 on the device; of a sequence (a batch row or a segment) blocks, spans and pieces are consecutive."""
 
     blocks: Tensor  # [blocks, 4]: batch row, first token, tokens, place in its sequence
-    spans: Tensor  # [spans, 8]: batch row, first token, tokens, first block, its place, sequence, 1 if last, 0
+    spans: Tensor  # [spans, 9]: batch row, first token, tokens, first block, its place, sequence, 1 if last, pieces from, to
+    pieces: Tensor  # [pieces, 9]: the same of a piece; place and last are its span's
     block_ranges: Tensor  # [sequences, 2]: first block, blocks
-    span_ranges: Tensor  # [sequences, 2]: first span, spans
+    piece_ranges: Tensor  # [sequences, 4]: first piece, pieces; those that are scanned forward and backward, where no more
+    # than what spans find is wanted: to the last span's first, and back to the first span's last
     lengths: Tensor  # [sequences] int64
-    span: int  # blocks in a full span
+    piece: int  # blocks in a full piece
     chained: bool  # whether some sequence has several spans
 
 
@@ -33,11 +39,22 @@ def _parts(lengths: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     return counts, owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
 
 
+def pieces(span: int, summed: int, longest: int, sums: int) -> int:
+    """Pieces of a span, for the shortest time. `summed`: spans whose sum somebody wants; `longest`: of one sequence."""
+
+    def time(count: int) -> float:
+        waves = -(-summed * count * sums // PROGRAMS)
+        return waves * (span / count + SETUP) + HANDED * longest * count
+
+    return min((count for count in PIECES if count == 1 or span >= 4 * WINDOW * count), key=time)
+
+
 @functools.lru_cache(maxsize=32)
 def tables(
-    batch: int, tokens: int, bounds: tuple[int, ...] | None, block: int, chains: int, device: torch.device
+    batch: int, tokens: int, bounds: tuple[int, ...] | None, block: int, chains: int, sums: int, device: torch.device
 ) -> Tables:
-    """`chains`: programs that share a span (heads times slices of features); the fewer, the shorter the spans."""
+    """`chains`: programs that share a span (heads times slices of features); the fewer, the shorter the spans. `sums`:
+    programs that share a piece."""
     if bounds is None:
         begin = torch.zeros(batch, dtype=torch.int64)
         lengths = torch.full((batch,), tokens, dtype=torch.int64)
@@ -54,31 +71,40 @@ def tables(
     ideal = max(2 * WINDOW, int(counts.sum()) * chains / PROGRAMS)
     longest = int(counts.max()) if len(counts) else 0
     cuts = max(1, round(longest / ideal))
-    if cuts > 1 and ideal >= LONG:
-        cuts *= WAVES
     span = -(-longest // cuts)  # equal spans: a short one would be a wave of its own
-    span = max(WINDOW, -(-span // WINDOW) * WINDOW)
-    span_counts, owner, place = _parts(lengths, span * block)
-    spans = torch.stack(
-        [
+    wanted = int(((counts + span - 1) // max(1, span)).sum() - (counts > 0).sum()) if cuts > 1 else 0
+    shares = pieces(span, wanted, cuts, sums) if cuts > 1 else 1
+    step = math.lcm(WINDOW, shares)
+    span = max(step, -(-span // step) * step)
+    piece = span // shares
+    span_counts, span_owner, span_place = _parts(lengths, span * block)
+    piece_counts, piece_owner, piece_place = _parts(lengths, piece * block)
+    first_piece = (piece_counts.cumsum(0) - piece_counts)[span_owner] + span_place * shares
+
+    def cut(owner: Tensor, place: Tensor, size: int, span_place: Tensor, *pieces: Tensor) -> Tensor:
+        fields = [
             rows[owner],
-            begin[owner] + place * span * block,
-            (lengths[owner] - place * span * block).clamp_max(span * block),
-            starts[owner] + place * span,
-            place * span,
+            begin[owner] + place * size * block,
+            (lengths[owner] - place * size * block).clamp_max(size * block),
+            starts[owner] + place * size,
+            span_place * span,
             owner,
-            (place == span_counts[owner] - 1).long(),
-            torch.zeros_like(owner),
-        ],
-        1,
-    )
+            (span_place == span_counts[owner] - 1).long(),
+        ]
+        return torch.stack([*fields, *pieces], 1)
+
+    forward = torch.minimum(piece_counts, (span_counts - 1).clamp_min(0) * shares + 1)
+    backward = piece_counts - (piece_counts.clamp_max(shares) - 1).clamp_min(0)
+    none = torch.zeros_like(piece_owner)
+    last_piece = first_piece + (piece_counts[span_owner] - span_place * shares).clamp_max(shares) - 1
     on = {"dtype": torch.int32, "device": device, "non_blocking": True}
     return Tables(
         blocks.to(**on),
-        spans.to(**on),
+        cut(span_owner, span_place, span, span_place, first_piece, last_piece).to(**on),
+        cut(piece_owner, piece_place, piece, piece_place // shares, none, none).to(**on),
         torch.stack([starts, counts], 1).to(**on),
-        torch.stack([span_counts.cumsum(0) - span_counts, span_counts], 1).to(**on),
+        torch.stack([piece_counts.cumsum(0) - piece_counts, piece_counts, forward, backward], 1).to(**on),
         lengths.to(device, non_blocking=True),
-        span,
+        piece,
         bool((span_counts > 1).any()),
     )

@@ -96,13 +96,20 @@ def test_gradients_of_states(case, theta, monkeypatch):
     on_card.state_case(torch.float32, theta, width=24, **case)
 
 
-@pytest.fixture
-def short_spans(monkeypatch):
-    """Spans of two blocks; how many there are, given tokens."""
+@pytest.fixture(params=[1, 2])
+def short_spans(request, monkeypatch):
+    """Spans of two blocks, summed whole or block by block; how many there are, given tokens."""
     monkeypatch.setattr(triton_tables, "PROGRAMS", 10**6)
     monkeypatch.setattr(triton_tables, "WINDOW", 1)
+    monkeypatch.setattr(triton_tables, "pieces", lambda *_: request.param)
     triton_tables.tables.cache_clear()
-    yield lambda tokens: len(triton_tables.tables(1, tokens, None, 64, 1, torch.device("cpu")).spans)
+
+    def spans(tokens):
+        found = triton_tables.tables(1, tokens, None, 64, 1, 1, torch.device("cpu"))
+        assert found.piece == 2 // request.param
+        return len(found.spans)
+
+    yield spans
     triton_tables.tables.cache_clear()
 
 
