@@ -125,16 +125,47 @@ def joined_mass(top, total, peak, added):
 
 
 @triton.jit
-def scan_units(
-    sequences_ptr, enter_ptr, leave_ptr, mass_ptr, flag_ptr, max0_ptr, sum0_ptr, max_ptr, sum_ptr, H,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
+def stretch_totals(
+    sequences_ptr, peak_ptr, sum_ptr, tops_ptr, totals_ptr, H, stretch,
+    D: tl.constexpr, DP: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """enter, leave, mass and flag of a sequence's blocks in place of their first and greatest keys and sums. One
-    program a (sequence, head, slice of DP features)."""
+    """Maximum and mass of every stretch of a sequence's blocks, [sequences, H, D, MOST]. One program a (sequence, head,
+    stretch and slice of DP features)."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.load(sequences_ptr + sequence * 2).to(tl.int64)
     blocks = tl.load(sequences_ptr + sequence * 2 + 1)
-    col, step = tl.program_id(2) * DP + tl.arange(0, DP), tl.arange(0, ROWS)
+    place = tl.program_id(2) // SLICES
+    col, step = (tl.program_id(2) % SLICES) * DP + tl.arange(0, DP), tl.arange(0, ROWS)
+    top = tl.full([DP], float("-inf"), tl.float32)
+    total = tl.zeros([DP], tl.float32)
+    for base in tl.range(place * stretch, tl.minimum(blocks, (place + 1) * stretch), ROWS, num_stages=3):
+        at = ((start + base + step) * H + head)[:, None] * D + col[None, :]
+        ok = (base + step < blocks)[:, None] & (col < D)[None, :]
+        peaks = tl.load(peak_ptr + at, mask=ok, other=float("-inf"))
+        sums = tl.load(sum_ptr + at, mask=ok, other=0.0)
+        peak = tl.max(peaks, 0)
+        top, total = joined_mass(top, total, peak, tl.sum(sums * fade(peaks, peak[None, :]), 0))
+    at = ((sequence * H + head) * D + col) * MOST + place
+    tl.store(tops_ptr + at, top, mask=col < D)
+    tl.store(totals_ptr + at, total, mask=col < D)
+
+
+@triton.jit
+def scan_units(
+    sequences_ptr, enter_ptr, leave_ptr, mass_ptr, flag_ptr, max0_ptr, sum0_ptr, max_ptr, sum_ptr, tops_ptr, totals_ptr,
+    H, stretch,
+    D: tl.constexpr, DP: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    """enter, leave, mass and flag of a sequence's blocks in place of their first and greatest keys and sums. `tops` and
+    `totals`: see `stretch_totals`, where a sequence is more than one. One program a (sequence, head, stretch and slice of DP
+    features)."""
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start = tl.load(sequences_ptr + sequence * 2).to(tl.int64)
+    blocks = tl.load(sequences_ptr + sequence * 2 + 1)
+    place = tl.program_id(2) // SLICES
+    stop = tl.minimum(blocks, (place + 1) * stretch)
+    col, step = (tl.program_id(2) % SLICES) * DP + tl.arange(0, DP), tl.arange(0, ROWS)
     state = (sequence * H + head) * D
     if INITIAL:
         top = load_vector(max0_ptr + state, col, D, DP)
@@ -142,7 +173,15 @@ def scan_units(
     else:
         top = tl.full([DP], float("-inf"), tl.float32)
         total = tl.zeros([DP], tl.float32)
-    for base in range(0, blocks, ROWS):
+    if tops_ptr is not None:
+        earlier = tl.arange(0, MOST)
+        from_at = (state + col)[None, :] * MOST + earlier[:, None]
+        known = (earlier < place)[:, None] & (col < D)[None, :]
+        tops_before = tl.load(tops_ptr + from_at, mask=known, other=float("-inf"))
+        totals_before = tl.load(totals_ptr + from_at, mask=known, other=0.0)
+        peak = tl.max(tops_before, 0)
+        top, total = joined_mass(top, total, peak, tl.sum(totals_before * fade(tops_before, peak[None, :]), 0))
+    for base in range(place * stretch, stop, ROWS):
         row = base + step
         at = ((start + row) * H + head)[:, None] * D + col[None, :]
         ok = (row < blocks)[:, None] & (col < D)[None, :]
@@ -173,7 +212,7 @@ def scan_units(
             tl.max(tl.where(end, peaks, float("-inf")), 0), tl.sum(tl.where(end, sums, 0.0), 0),
         )  # fmt: skip
     if FINAL:  # noqa: SIM102
-        if blocks > 0:
+        if blocks > 0 and stop == blocks and place * stretch < blocks:
             store_vector(max_ptr + state, col, top, D, DP)
             store_vector(sum_ptr + state, col, total, D, DP)
 

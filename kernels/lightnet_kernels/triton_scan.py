@@ -105,6 +105,11 @@ class Shape(NamedTuple):
         rows, lanes, warps = next(value for most, value in ROWS.items() if blocks <= most)
         return {"ROWS": rows, "DP": lanes, "num_warps": warps}
 
+    def stretch(self, table: Tables, slices: int, rows: int) -> int:
+        """Blocks of a sequence that one program of units looks at, `rows` at once: many sequences fill the card whole."""
+        count = 1 if table.longest <= WHOLE else FULL // (table.lengths.shape[0] * self.heads * slices)
+        return parts(parts(table.longest, rows), min(STRETCHES, max(1, count))) * rows
+
     def of_states(self) -> dict[str, Any]:
         """Arguments of a scan over spans."""
         rows = min(16, triton.next_power_of_2(self.D))
@@ -132,6 +137,8 @@ class Sums(NamedTuple):
 
 # Blocks of a sequence, at most: rows and features that a program of a scan over them takes at once, and its warps.
 ROWS = {64: (16, 32, 1), 1024: (64, 32, 4), math.inf: (128, 8, 4)}
+FULL = 1056  # programs of units: they fill a large card
+STRETCHES, WHOLE = 16, 128  # of a sequence's blocks, at most; up to so many blocks there is one
 # Without and with LRPE, as measured (benchmarks/LOG.md).
 LAUNCH: dict[str, tuple[Rule | Sums, Rule | Sums]] = {
     "chain_states": (Rule(3), Rule(2)),
@@ -252,10 +259,20 @@ def fill_units(
         key, table.blocks, enter, leave, mass, *strides(key), shape.heads,
         D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, num_warps=2,
     )  # fmt: skip
-    arguments = shape.rows_at_once(table)
-    launch(kernels.scan_units, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["DP"])))(
-        table.block_ranges, enter, leave, mass, flag, *initial, *final, shape.heads, D=shape.D,
-        INITIAL=initial[0] is not None, FINAL=final[0] is not None, **arguments,
+    sequences, arguments = table.lengths.shape[0], shape.rows_at_once(table)
+    slices = parts(shape.D, arguments["DP"])
+    stretch = shape.stretch(table, slices, arguments["ROWS"])
+    stretches = parts(table.longest, stretch)
+    tops = totals = None
+    if stretches > 1:
+        tops, totals = (torch.empty(sequences, shape.heads, shape.D, STRETCHES, device=key.device) for _ in range(2))
+        launch(kernels.stretch_totals, (sequences, shape.heads, slices * (stretches - 1)))(
+            table.block_ranges, leave, mass, tops, totals, shape.heads, stretch, D=shape.D, SLICES=slices, MOST=STRETCHES,
+            **arguments,
+        )  # fmt: skip
+    launch(kernels.scan_units, (sequences, shape.heads, slices * stretches))(
+        table.block_ranges, enter, leave, mass, flag, *initial, *final, tops, totals, shape.heads, stretch, D=shape.D,
+        SLICES=slices, MOST=STRETCHES, INITIAL=initial[0] is not None, FINAL=final[0] is not None, **arguments,
     )  # fmt: skip
 
 

@@ -25,10 +25,13 @@ class Tables(NamedTuple):
     spans: Tensor  # [spans, 9]: batch row, first token, tokens, first block, its place, sequence, 1 if last, pieces from, to
     pieces: Tensor  # [pieces, 9]: the same of a piece; place and last are its span's
     block_ranges: Tensor  # [sequences, 2]: first block, blocks
-    piece_ranges: Tensor  # [sequences, 4]: first piece, pieces; those that are scanned forward and backward, where no more
+    piece_ranges: (
+        Tensor  # [sequences, 4]: first piece, pieces; those that are scanned forward and backward, where no more
+    )
     # than what spans find is wanted: to the last span's first, and back to the first span's last
     lengths: Tensor  # [sequences] int64
     piece: int  # blocks in a full piece
+    longest: int  # blocks of the longest sequence
     chained: bool  # whether some sequence has several spans
 
 
@@ -106,5 +109,6 @@ def tables(
         torch.stack([piece_counts.cumsum(0) - piece_counts, piece_counts, forward, backward], 1).to(**on),
         lengths.to(device, non_blocking=True),
         piece,
+        longest,
         bool((span_counts > 1).any()),
     )

@@ -4,6 +4,7 @@ TRITON_INTERPRET must be set before triton is imported, which other tests of thi
 in a process of its own.
 """
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -98,7 +99,9 @@ def test_gradients_of_states(case, theta, monkeypatch):
 
 @pytest.fixture(params=[1, 2])
 def short_spans(request, monkeypatch):
-    """Spans of two blocks, summed whole or block by block; how many there are, given tokens."""
+    """Spans of two blocks, summed whole or block by block, and stretches of four; how many spans there are, given tokens."""
+    monkeypatch.setattr(triton_scan, "WHOLE", 1)
+    monkeypatch.setattr(triton_scan, "ROWS", {math.inf: (4, 32, 1)})
     monkeypatch.setattr(triton_tables, "PROGRAMS", 10**6)
     monkeypatch.setattr(triton_tables, "WINDOW", 1)
     monkeypatch.setattr(triton_tables, "pieces", lambda *_: request.param)
@@ -118,6 +121,26 @@ def test_gradients_of_states_over_spans(monkeypatch, short_spans):
     monkeypatch.setattr(on_card, "DEVICE", "cpu")
     assert short_spans(700) > 4
     on_card.state_case(torch.float32, True, width=24, cuts=[700])
+
+
+@inside
+@pytest.mark.parametrize("scale", [1, 100])
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 0, 70, 71, 700, 900]])
+def test_units_by_stretches(scale, cu_seqlens, monkeypatch):
+    """Greatest keys and masses of stretches, put together: bits of one whole, but for the order of the mass's terms."""
+    inputs = {name: x.float() for name, x in make(1, 900, 1, 24, 16).items()}
+    inputs["key"] = scale * inputs["key"]
+    options = {"cu_seqlens": None if cu_seqlens is None else torch.tensor(cu_seqlens), "return_state": True}
+    exact, end = additive_scan(**{name: x.double() for name, x in inputs.items()}, **options, backend="torch")
+    monkeypatch.setattr(triton_scan, "ROWS", {math.inf: (2, 32, 1)})
+    found = []
+    for whole in (10**6, 1):
+        monkeypatch.setattr(triton_scan, "WHOLE", whole)
+        output, state = additive_scan(**inputs, **options, backend="triton")
+        assert torch.equal(state.max.double(), end.max)
+        assert relative(output, exact) < 1e-5 and relative(state.sum, end.sum) < 1e-5
+        found.append(output)
+    assert relative(*found) < 1e-6
 
 
 @inside

@@ -1,0 +1,173 @@
+"""Compiles Triton kernels for a card where there is none: what the interpreter runs the compiler may refuse.
+
+    python -m tests.unit.kernels.compiled CASE...       one of CASES; prints how many kernels each compiled
+
+Operators are called with CPU tensors as under the interpreter, and each kernel is compiled for an H100 in place of being
+started: what they return means nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+BF16 = torch.bfloat16
+
+
+class Card:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def no_card_needed() -> list[str]:
+    """Compile in place of starting; names of what was compiled, as it grows."""
+    assert not knobs.runtime.interpret, "not with TRITON_INTERPRET=1"
+    import lightnet_kernels
+
+    for module in pkgutil.iter_modules(lightnet_kernels.__path__):  # before the switch: kernels that are compiled
+        if module.name.startswith("triton_"):
+            importlib.import_module(f"lightnet_kernels.{module.name}")
+    from lightnet_kernels import triton_bidirectional_scan, triton_launch
+
+    driver.set_active(Card())  # type: ignore[arg-type]
+    knobs.runtime.interpret = True  # from here on operators take CPU tensors
+    triton_bidirectional_scan.INTERPRETED = True
+    names: list[str] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        names.append(self.fn.__name__)
+        return run(self, *arguments, grid=grid, warmup=True, **options)
+
+    JITFunction.run = compile_only  # type: ignore[method-assign]
+    triton_launch._local.kernels = []  # what is "launched" is compiled, too
+    return names
+
+
+def drawn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_()
+
+
+def back(*outputs: Any) -> None:
+    """Through all that has a gradient."""
+    found = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
+    torch.autograd.backward(found, [torch.ones_like(x) for x in found])
+
+
+def scan(dtype: torch.dtype = BF16, width: int = 128, tokens: int = 200, **options: Any) -> None:
+    from lightnet_kernels import additive_scan
+
+    query, key, value = (drawn(1, tokens, 2, width, dtype=dtype) for _ in range(3))
+    theta = torch.rand(2, width).requires_grad_() if options.pop("lrpe", True) else None
+    back(additive_scan(query, key, value, theta=theta, activation="silu", backend="triton", **options))
+
+
+def spans(**options: Any) -> None:
+    """A long sequence, whose units are found by stretches; states before and after."""
+    from lightnet_kernels import additive_scan, triton_scan, triton_tables
+
+    triton_tables.PROGRAMS, triton_scan.WHOLE = 10**6, 1
+    parts = [drawn(1, 2048, 1, 128) for _ in range(3)]
+    theta = torch.rand(1, 128).requires_grad_() if options.pop("lrpe", True) else None
+    given: dict[str, Any] = {"theta": theta, "activation": "silu", "backend": "triton", "return_state": True}
+    output, state = additive_scan(*parts, **given)
+    later, end = additive_scan(*parts, **given, initial_state=state)
+    back(output, later, end.sum, end.kv)
+
+
+def ranks() -> None:
+    """The two halves of each pass where ranks share a sequence; what another one would send is this one's own."""
+    from lightnet_kernels import triton_scan_ranks
+
+    parts, theta = [drawn(1, 2048, 1, 128) for _ in range(3)], torch.rand(1, 128).requires_grad_()
+    lengths = torch.tensor([2048])
+    options: dict[str, Any] = {"activation": True, "bounds": None, "lengths": lengths, "prefix": lambda state: state}
+    back(triton_scan_ranks.causal_scan(*parts, theta=theta, **options))
+
+
+def decoding() -> None:
+    from lightnet_kernels import additive_scan, decode_state, decode_step
+
+    parts, theta = [drawn(2, 3, 2, 128).detach() for _ in range(3)], torch.rand(2, 128)
+    _, state = additive_scan(*parts, theta=theta, return_state=True, backend="torch")
+    decode_step(decode_state(state, theta, BF16), *(x[:, 0] for x in parts), activation="silu", backend="triton")
+
+
+def companions() -> None:
+    from lightnet_kernels import add_norm, gated_norm, norm, swiglu
+
+    x, other, weight = drawn(40, 256), drawn(40, 256), drawn(256, dtype=torch.float32)
+    options: dict[str, Any] = {"kind": "rms", "eps": 1e-5, "backend": "triton"}
+    back(norm(x, weight, **options), *add_norm(x, other, weight, **options))
+    heads, gate, scale = drawn(40, 2, 128), drawn(40, 2, 128), drawn(2, 128, dtype=torch.float32)
+    back(gated_norm(heads, gate, scale, **options), swiglu(x, other, backend="triton"))
+
+
+def toeplitz() -> None:
+    from lightnet_kernels import toeplitz_scan
+
+    decay, gain = (torch.rand(64, 16).requires_grad_() for _ in range(2))
+    for bidirectional in (False, True):
+        back(toeplitz_scan(drawn(1, 300, 64), decay, gain, bidirectional=bidirectional, backend="triton"))
+
+
+@triton.jit
+def changes_type(x_ptr, COUNT: tl.constexpr):
+    """What the interpreter takes, and the compiler does not: a value of a loop changes its shape."""
+    at = tl.arange(0, 16)
+    for _ in range(0, COUNT):
+        at = tl.arange(0, 32)
+    tl.store(x_ptr + at, 1.0)
+
+
+def refused() -> None:
+    changes_type[(1,)](torch.zeros(32), COUNT=4)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "causal": scan,
+    "causal, float32": lambda: scan(torch.float32, 64),
+    "causal, without LRPE": lambda: scan(lrpe=False),
+    "spans": spans,
+    "spans, without LRPE": lambda: spans(lrpe=False),
+    "ranks": ranks,
+    "decoding": decoding,
+    "bidirectional": lambda: scan(width=72, causal=False),
+    "companions": companions,
+    "toeplitz": toeplitz,
+}
+
+
+def main() -> int:
+    names = no_card_needed()
+    for case in sys.argv[1:] or CASES:
+        before, began = len(names), time.monotonic()
+        (refused if case == "refused" else CASES[case])()
+        print(f"{case}: {len(names) - before} kernels, {time.monotonic() - began:.0f} s", flush=True)
+        assert len(names) > before, f"{case}: no kernel"
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())
