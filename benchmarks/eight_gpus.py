@@ -13,7 +13,6 @@ not exact.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import tempfile
@@ -26,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 import planner  # noqa: E402  (benchmarks/planner.py, beside this file)
 import sequence_parallel  # noqa: E402
-from jobs import side_by_side  # noqa: E402
+from jobs import facts, side_by_side  # noqa: E402
 
 from tests.parallel.matrix import HEADER, Case, Matrix, line  # noqa: E402
 
@@ -96,15 +95,9 @@ def keep(given: argparse.Namespace, rows: list[Any], good: bool | None = None) -
     """What is known so far: a part that is cut off leaves it; ``good`` is None until it ends."""
     if not (given.output and rows):
         return
-    import torch
-
     given.output.mkdir(parents=True, exist_ok=True)
-    facts = {
-        "part": given.part, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "gpus": given.gpus, "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__, "arguments": sys.argv[1:], "good": good, "rows": rows,
-    }  # fmt: skip
-    (given.output / f"eight-gpus-{given.part}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    found = {**facts(), "part": given.part, "gpus": given.gpus, "good": good, "rows": rows}
+    (given.output / f"eight-gpus-{given.part}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 def parity(given: argparse.Namespace) -> tuple[list[Any], bool]:

@@ -15,7 +15,6 @@ mean over seeds of the held-out loss after all steps, in bf16, by more than 0.01
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -25,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jobs import run_job, side_by_side  # benchmarks/jobs.py, beside this file
+from jobs import facts, run_job, side_by_side  # benchmarks/jobs.py, beside this file
 from sequence_parallel import text
 
 FIRST, NORM_BOUND, LOSS_BOUND = 20, 0.01, 0.01
@@ -216,11 +215,7 @@ def main() -> int:
         found[name] = run_job(job, request, cards, given.seconds, LIGHTNET_KERNELS=path)
         print(f"{name}: {told(found[name])}", flush=True)
         if given.output:
-            facts = {
-                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "arguments": sys.argv[1:],
-            }
-            given.output.write_text(json.dumps({**facts, "runs": found}, indent=1) + "\n")
+            given.output.write_text(json.dumps({**facts(), "runs": found}, indent=1) + "\n")
 
     side_by_side(
         {f"{kind} {seed}": 1 for kind in ("norms", "plain", "fast", "plain fp32") for seed in given.seeds}, one

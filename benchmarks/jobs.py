@@ -5,10 +5,15 @@ A job is a function of one JSON-like request that every rank calls; what rank 0 
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import importlib.metadata
 import json
 import multiprocessing
 import os
+import platform
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,8 +27,39 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 GRACE = 2.0  # seconds in which the others of a rank that failed may say why
 
+PACKAGES = (
+    "torch",
+    "triton",
+    "deepspeed",
+    "megatron-core",
+    "flash-linear-attention",
+    "transformers",
+    "diffusers",
+    "timm",
+)
+
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torch", "deepspeed", "lightnet_llm.training.engine", "lightnet_kernels.scan"])
+
+
+def facts() -> dict[str, Any]:
+    """What every kept result says: date, cards, versions and arguments. Asks no CUDA context of this process."""
+    import torch
+
+    cards: list[str] = []
+    if torch.cuda.is_available():
+        asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        cards = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
+    versions = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cards": cards or ["cpu"],
+        "versions": versions,
+        "arguments": sys.argv[1:],
+    }
 
 
 def side_by_side(sizes: dict[str, int], run: Callable[[str, list[int]], object]) -> None:

@@ -16,7 +16,6 @@ for. `--against` adds what was predicted and committed before. Cases marked * ar
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from jobs import run_job, side_by_side  # benchmarks/jobs.py, beside this file
+from jobs import facts, run_job, side_by_side  # benchmarks/jobs.py, beside this file
 from steps import run_engine
 
 WARM, STEPS, SECONDS = 6, 8, 110
@@ -144,13 +143,7 @@ def run(arguments: argparse.Namespace, cases: dict[str, Case]) -> int:
 
 def _write(arguments: argparse.Namespace, values: dict[str, Any]) -> None:
     if arguments.output:
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        head = {
-            "date": date,
-            "gpu": arguments.gpu,
-            "figures": str(arguments.figures or "shipped"),
-            "arguments": sys.argv[1:],
-        }
+        head = {**facts(), "gpu": arguments.gpu, "figures": str(arguments.figures or "shipped")}
         arguments.output.write_text(json.dumps({**head, **values}, indent=1) + "\n")
 
 

@@ -13,7 +13,6 @@ Each number of ranks is a job of its own on this machine's first cards. Results 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jobs import run_job  # benchmarks/jobs.py, beside this file
+from jobs import facts, run_job  # benchmarks/jobs.py, beside this file
 
 LEARNING_RATE = 3e-4
 
@@ -142,7 +141,7 @@ def rank_main(request: dict[str, Any]) -> dict[str, Any]:
 def keep(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """What is known so far: a run that is killed leaves it."""
     if getattr(arguments, "output", None):
-        found = {"kind": arguments.kind, "date": str(datetime.date.today()), "rows": rows}
+        found = {**facts(), "kind": arguments.kind, "rows": rows}
         arguments.output.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -17,7 +17,6 @@ Exit 1 where a job failed, or on an H100 where a bar is missed.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -28,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs import ROOT, run_job, side_by_side  # benchmarks/jobs.py, beside this file
+from jobs import ROOT, facts, run_job, side_by_side  # benchmarks/jobs.py, beside this file
 from sequence_parallel import text
 from steps import run_engine, timed
 
@@ -228,9 +227,7 @@ def main() -> int:
         rows[name] = row
         print(told(name, row), flush=True)
         if given.output:
-            date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            head = {"date": date, "arguments": sys.argv[1:]}
-            given.output.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+            given.output.write_text(json.dumps({**facts(), "rows": rows}, indent=1) + "\n")
 
     def one(name: str, cards: list[int]) -> None:
         case = CASES[name]

@@ -17,7 +17,6 @@ import argparse
 import functools
 import gc
 import json
-import platform
 import statistics
 import sys
 import time
@@ -26,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from steps import breakdown  # benchmarks/steps.py, beside this file
+from jobs import facts  # benchmarks/jobs.py, beside this file
+from steps import breakdown
 from torch import Tensor, nn
 
 from lightnet_llm.config import ModelConfig, load_config
@@ -210,13 +210,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.tiny:
         given.steps, given.repeat = 1, 2
-    facts: dict[str, Any] = {
-        "card": torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.processor() or "cpu",
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "steps": given.steps,
-        "rows": [],
-    }
+    found: dict[str, Any] = {**facts(), "steps": given.steps, "rows": []}
     for case in given.case or CASES:
         for side, batch in (
             (((32, 2), (64, 2)) if case == "classifier" else ((8, 2), (16, 2))) if given.tiny else CASES[case][1]
@@ -235,15 +229,15 @@ def main() -> None:
                     continue
                 first = first or row
                 row |= {"ours_over_it": round(first["images_per_second"] / row["images_per_second"], 3)}
-                facts["rows"].append({"case": case, "tokens": (side // patch) ** 2, **row})
+                found["rows"].append({"case": case, "tokens": (side // patch) ** 2, **row})
                 print(
                     f"{case}, {(side // patch) ** 2} tokens, {name}: {row['images_per_second']} images/s, batch {row['batch']}",
                     flush=True,
                 )
                 if given.output:  # a run that is cut off leaves what it has
-                    given.output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+                    given.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if not given.output:
-        print(json.dumps(facts))
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":
