@@ -14,7 +14,9 @@ from torch import Tensor
 
 PROGRAMS = 264  # chains, or sums of pieces, that fill the multiprocessors of a large card twice
 PIECES = (1, 2, 4, 8, 16)  # of a span
-SETUP, HANDED = 3, 1  # time of a piece's program beside its tokens, and of a scan over pieces at each, in blocks' sums
+# Time of a piece's program beside its tokens, and of a scan over pieces at each, in those of a block's sums among two programs
+# of a multiprocessor; and of a block's where there is one (benchmarks/LOG.md, version 24).
+SETUP, HANDED, ALONE = 19, 2, 0.76
 WINDOW = 4  # blocks, see `triton_backward`
 
 
@@ -46,7 +48,8 @@ def pieces(span: int, summed: int, longest: int, sums: int) -> int:
     """Pieces of a span, for the shortest time. `summed`: spans whose sum somebody wants; `longest`: of one sequence."""
 
     def time(count: int) -> float:
-        waves = -(-summed * count * sums // PROGRAMS)
+        programs = summed * count * sums
+        waves = ALONE if programs <= PROGRAMS // 2 else -(-programs // PROGRAMS)
         return waves * (span / count + SETUP) + HANDED * longest * count
 
     return min((count for count in PIECES if count == 1 or span >= 4 * WINDOW * count), key=time)

@@ -52,7 +52,15 @@ def test_every_token_once(lengths, packed, chains, sums):
 
 @pytest.mark.parametrize(
     ("batch", "tokens", "spans", "pieces"),
-    [(256, 2048, 256, 256), (4, 131072, 4, 4), (2, 262144, 4, 16), (1, 524288, 4, 32), (1, 16384, 4, 8), (1, 1, 1, 1)],
+    [
+        (256, 2048, 256, 256),
+        (4, 131072, 4, 4),
+        (2, 262144, 4, 16),
+        (1, 524288, 4, 32),
+        (1, 131072, 4, 8),
+        (1, 16384, 4, 8),
+        (1, 1, 1, 1),
+    ],
 )
 def test_sixteen_heads(batch, tokens, spans, pieces):
     """Chains fill a card once; what is summed of them fills it again, in pieces."""
