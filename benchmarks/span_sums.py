@@ -2,8 +2,8 @@
 
     python benchmarks/span_sums.py [--tokens N]      one GPU; about a minute, most of it Triton's compiler
 
-A row a rule (`triton_scan.Sums`; the first is the shipped one, of `triton_scan.LAUNCH`): milliseconds forward (keys) and backward
-(queries), and the largest error against the shipped rule, relative Frobenius. Exit 1 where one is wrong.
+A row a rule (`triton_shape.Sums`; the first is the shipped one, of `LAUNCH`): milliseconds forward (keys) and backward (queries),
+and the largest error against the shipped rule, relative Frobenius. Exit 1 where one is wrong.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import sys
 from typing import Any
 
 import torch
-from lightnet_kernels import additive_scan, triton_launch, triton_scan
+from lightnet_kernels import additive_scan, triton_launch, triton_scan, triton_shape
 from lightnet_kernels.bench.measure import Clock
 from torch import Tensor
 
 HEADS, WIDTH = 16, 128
-# Stages, warps, tile, values, features, registers, stacked: see triton_scan.Sums.
+# Stages, warps, tile, values, features, registers, stacked: see triton_shape.Sums.
 RULES = [
-    triton_scan.Sums(*rule)
+    triton_shape.Sums(*rule)
     for rule in [
         *itertools.product((2, 3, 4), (4,), (32,), (128,), (64,), (0,), (False, True)),
         *itertools.product((3, 5), (4,), (16,), (128,), (64,), (0,), (False, True)),
@@ -45,11 +45,11 @@ def main() -> int:
         return 2
     device = torch.device("cuda")
     clock, found = Clock(device, 10), dict[Any, dict[str, tuple[float, float]]]()
-    (without, shipped), sums_of = triton_scan.LAUNCH["span_sums"], triton_scan.sum_spans
+    (without, shipped), sums_of = triton_shape.LAUNCH["span_sums"], triton_scan.sum_spans
 
     def use(rule: Any) -> None:
-        triton_scan.LAUNCH["span_sums"] = without, rule
-        triton_scan.Shape.of.cache_clear()
+        triton_shape.LAUNCH["span_sums"] = without, rule
+        triton_shape.Shape.of.cache_clear()
 
     def every(x: Tensor, y: Tensor, shape: Any, table: Any, blocks: Any, sums: Tensor, **which: bool) -> None:
         """In place of `sum_spans`: every rule on the same tensors, and what it should have done."""
@@ -86,8 +86,8 @@ def main() -> int:
     assert isinstance(output, Tensor)
     output.backward(value.detach())
     print(f"{torch.cuda.get_device_name()}, {given.tokens:,} tokens, {HEADS} heads of {WIDTH}")
-    print(f"| {' | '.join(triton_scan.Sums._fields)} | keys, ms | queries, ms | error |")
-    print("|---" * (len(triton_scan.Sums._fields) + 3) + "|")
+    print(f"| {' | '.join(triton_shape.Sums._fields)} | keys, ms | queries, ms | error |")
+    print("|---" * (len(triton_shape.Sums._fields) + 3) + "|")
     wrong = 0
     for rule, row in found.items():
         if len(row) < 2:

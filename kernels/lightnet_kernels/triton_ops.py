@@ -19,6 +19,7 @@ from .packed import apart
 from .state import ScanState
 from .triton_launch import compiled_together
 from .triton_replay import replayed
+from .triton_shape import shape_of
 
 OPTIONAL = "Tensor? theta, Tensor? initial_max, Tensor? initial_sum, Tensor? initial_kv, Tensor? cu_seqlens"
 FORWARD = f"(Tensor query, Tensor? key, Tensor? value, {OPTIONAL}, bool silu, bool return_state)"
@@ -41,7 +42,7 @@ def _group(*tensors: Tensor | None) -> tuple[Tensor, ...] | None:
 
 def _case(query: Tensor, value: Tensor, theta: Tensor | None, initial: Any, silu: bool, state: bool) -> tuple[Any, ...]:
     """What decides which kernels a call launches, but for the cut into spans: those are compiled when met."""
-    return triton_scan.shape_of(query, value, theta, silu), query.dtype, query.device, initial is None, state
+    return shape_of(query, value, theta, silu), query.dtype, query.device, initial is None, state
 
 
 def _forward(
@@ -67,7 +68,7 @@ def _run_forward(query, key, value, theta, initial_max, initial_sum, initial_kv,
 def _prepare_forward(*arguments: Any) -> None:
     query, _, value = apart(*arguments[:3])
     theta, *_, bounds, silu, _ = arguments[3:]
-    triton_scan.tables_of(query, triton_scan.shape_of(query, value, theta, silu), bounds)
+    triton_scan.tables_of(query, shape_of(query, value, theta, silu), bounds)
 
 
 _replay_forward = replayed(_run_forward, _prepare_forward, shared=True)
@@ -75,7 +76,7 @@ _replay_forward = replayed(_run_forward, _prepare_forward, shared=True)
 
 def _fake_forward(query, key, value, theta, initial_max, initial_sum, initial_kv, cu_seqlens, silu, return_state):
     query, key, value = apart(query, key, value)
-    shape = triton_scan.shape_of(query, value, theta, silu)
+    shape = shape_of(query, value, theta, silu)
     batch, tokens = query.shape[:2]
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if cu_seqlens is None:

@@ -14,17 +14,15 @@ from .triton_launch import launch
 from .triton_parts import BLOCK
 from .triton_scan import (
     Blocks,
-    Shape,
     empty_spans,
-    parts,
     rows_of,
-    shape_of,
     span_moves,
     strides,
     sum_spans,
     tables_of,
     triangle,
 )
+from .triton_shape import Shape, parts, shape_of
 from .triton_tables import Tables
 
 COLUMNS = 32  # that one program sums up

@@ -25,7 +25,6 @@ from .triton_replay import replayed
 from .triton_scan import (
     Angles,
     Blocks,
-    Shape,
     chain_states,
     empty_angles,
     empty_blocks,
@@ -37,7 +36,6 @@ from .triton_scan import (
     fill_units,
     move_spans,
     rows_of,
-    shape_of,
     sum_spans,
     tables_of,
 )
@@ -53,6 +51,7 @@ from .triton_scan_grads import (
     scan_pressure,
     theta_grad,
 )
+from .triton_shape import Shape, shape_of
 from .triton_tables import Tables
 
 

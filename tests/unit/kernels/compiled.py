@@ -85,9 +85,9 @@ def scan(dtype: torch.dtype = BF16, width: int = 128, tokens: int = 200, **optio
 
 def spans(**options: Any) -> None:
     """A long sequence, whose units are found by stretches; states before and after."""
-    from lightnet_kernels import additive_scan, triton_scan, triton_tables
+    from lightnet_kernels import additive_scan, triton_shape, triton_tables
 
-    triton_tables.PROGRAMS, triton_scan.WHOLE = 10**6, 1
+    triton_tables.PROGRAMS, triton_shape.WHOLE = 10**6, 1
     parts = [drawn(1, 2048, 1, 128) for _ in range(3)]
     theta = torch.rand(1, 128).requires_grad_() if options.pop("lrpe", True) else None
     given: dict[str, Any] = {"theta": theta, "activation": "silu", "backend": "triton", "return_state": True}

@@ -12,7 +12,7 @@ import torch
 from lightnet_kernels import additive_scan, backends
 
 pytest.importorskip("triton")
-from lightnet_kernels import triton_scan, triton_tables
+from lightnet_kernels import triton_shape, triton_tables
 
 from tests.gpu import test_scan as on_card
 
@@ -100,8 +100,8 @@ def test_gradients_of_states(case, theta, monkeypatch):
 @pytest.fixture(params=[1, 2])
 def short_spans(request, monkeypatch):
     """Spans of two blocks, summed whole or block by block, and stretches of four; how many spans there are, given tokens."""
-    monkeypatch.setattr(triton_scan, "WHOLE", 1)
-    monkeypatch.setattr(triton_scan, "ROWS", {math.inf: (4, 32, 1)})
+    monkeypatch.setattr(triton_shape, "WHOLE", 1)
+    monkeypatch.setattr(triton_shape, "ROWS", {math.inf: (4, 32, 1)})
     monkeypatch.setattr(triton_tables, "PROGRAMS", 10**6)
     monkeypatch.setattr(triton_tables, "WINDOW", 1)
     monkeypatch.setattr(triton_tables, "pieces", lambda *_: request.param)
@@ -132,10 +132,10 @@ def test_units_by_stretches(scale, cu_seqlens, monkeypatch):
     inputs["key"] = scale * inputs["key"]
     options = {"cu_seqlens": None if cu_seqlens is None else torch.tensor(cu_seqlens), "return_state": True}
     exact, end = additive_scan(**{name: x.double() for name, x in inputs.items()}, **options, backend="torch")
-    monkeypatch.setattr(triton_scan, "ROWS", {math.inf: (2, 32, 1)})
+    monkeypatch.setattr(triton_shape, "ROWS", {math.inf: (2, 32, 1)})
     found = []
     for whole in (10**6, 1):
-        monkeypatch.setattr(triton_scan, "WHOLE", whole)
+        monkeypatch.setattr(triton_shape, "WHOLE", whole)
         output, state = additive_scan(**inputs, **options, backend="triton")
         assert torch.equal(state.max.double(), end.max)
         assert relative(output, exact) < 1e-5 and relative(state.sum, end.sum) < 1e-5
@@ -173,12 +173,12 @@ def test_spans(theta, short_spans):
 def test_other_ways_to_sum_spans(theta, sums, short_spans, monkeypatch):
     """Those that benchmarks/span_sums.py times; of bf16, as float32 is always summed in the same way."""
     assert short_spans(400) > 2
-    rules = [*triton_scan.LAUNCH["span_sums"]]
+    rules = [*triton_shape.LAUNCH["span_sums"]]
     rules[theta] = rules[theta]._replace(**sums)
-    monkeypatch.setitem(triton_scan.LAUNCH, "span_sums", tuple(rules))
-    triton_scan.Shape.of.cache_clear()
+    monkeypatch.setitem(triton_shape.LAUNCH, "span_sums", tuple(rules))
+    triton_shape.Shape.of.cache_clear()
     table.check(make(1, 400, 1, 72, 20, theta=theta), torch.bfloat16, "cpu")
-    triton_scan.Shape.of.cache_clear()
+    triton_shape.Shape.of.cache_clear()
 
 
 @inside
