@@ -132,7 +132,8 @@ def timed(step: Callable[[int], object], warm: int, steps: int, profile: bool, c
         }
         found |= peaks
     if profile and cuda:
-        found["breakdown"], found["kernels"] = breakdown(lambda number: step(warm + steps + number), wait)
+        rows, found["kernels"] = breakdown(lambda number: step(warm + steps + number), wait, found["step_seconds"])
+        found["breakdown"] = rows
     return found
 
 
@@ -180,19 +181,18 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def breakdown(step: Callable[[int], object], wait: Callable[[], None]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Milliseconds of a step by kind of kernel, "busy" (any of them runs) and "idle" (the rest of the profiled steps); and
-    the kernels that take most of it: name, milliseconds and calls a step."""
+def breakdown(
+    step: Callable[[int], object], wait: Callable[[], None], seconds: float
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Milliseconds of a step by kind of kernel, "busy" (any of them runs) and "idle" (the rest of ``seconds``, a step without
+    the profiler, which makes the host slower); and the kernels that take most of it: name, milliseconds and calls a step."""
     from torch.profiler import ProfilerActivity, profile
 
     wait()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        marks = Marks(True)
         for number in range(PROFILED):
-            marks.mark()
             step(number)
-        marks.mark()
-        whole = sum(marks.seconds())
+        wait()
     kinds: dict[str, float] = defaultdict(float)
     kernels: dict[str, list[float]] = defaultdict(list)
     spans = []
@@ -213,7 +213,7 @@ def breakdown(step: Callable[[int], object], wait: Callable[[], None]) -> tuple[
         {"name": name, "milliseconds": round(sum(times), 3), "calls": round(len(times) / PROFILED, 2)}
         for name, times in most
     ]
-    return {**rows, "busy": round(busy, 3), "idle": round(1e3 * whole / PROFILED - busy, 3)}, table
+    return {**rows, "busy": round(busy, 3), "idle": round(max(0.0, 1e3 * seconds - busy), 3)}, table
 
 
 @functools.cache

@@ -249,8 +249,10 @@ def main() -> int:
     if "start" in given.only:
         keep("start", start(given.smoke, given.seconds))
     side_by_side({name: 1 for name in given.only if name != "start"}, one)
-    below = missed(rows, next((row["card"] for row in rows.values() if "card" in row), "cpu"))
-    print("missed: " + ", ".join(below) if below else "nothing failed, no bar missed")
+    card = next((row["card"] for row in rows.values() if "card" in row), "cpu")
+    below = missed(rows, card)
+    checked = "no bar missed" if "H100" in card else f"the bars are an H100's: not checked on {card}"
+    print("missed: " + ", ".join(below) if below else f"nothing failed, {checked}")
     return int(bool(below))
 
 

@@ -187,7 +187,8 @@ def measure(
     }
     if given.profile and DEVICE.type == "cuda":
         one = functools.partial(seconds, loss, images, optimizer)
-        found["breakdown"], found["kernels"] = breakdown(lambda number, one=one: one(1), torch.cuda.synchronize)
+        alone = statistics.median(times)
+        found["breakdown"], found["kernels"] = breakdown(lambda number, one=one: one(1), torch.cuda.synchronize, alone)
         del one
     del model, loss, optimizer, images
     gc.collect()

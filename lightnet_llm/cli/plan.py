@@ -67,7 +67,7 @@ def plan(
     chosen = hardware.load_hardware(card or (names[0] if len(names) == 1 else "h100"), figures)
     world = gpus or loaded.launch.nodes * loaded.launch.gpus_per_node
     found = planner.plan(loaded, world, chosen)
-    fewer = scaling.enough(found)
+    fewer = scaling.enough(found, chosen)
     points = scaling.scaling(loaded, world, chosen) if plot is not None else None
     if plot is not None and points is not None:
         title = f"{loaded.train.name} on {chosen.card}, predicted"
@@ -82,9 +82,9 @@ def plan(
         click.echo(line)
     if fewer is not None:
         click.echo(
-            f"from {fewer.gpus} GPUs on more do not help: {fewer.gpus} make {fewer.tokens_per_second:,.0f} tokens/s as "
-            f"{fewer.layout}, {world} make {found.tokens_per_second(found.recommended):,.0f}; plan with --gpus {fewer.gpus}, or "
-            "raise train.global_batch"
+            f"{world} GPUs are no faster than {fewer.gpus}: {fewer.gpus} make {fewer.tokens_per_second:,.0f} tokens/s as "
+            f"{fewer.layout}, {world} make {found.tokens_per_second(found.recommended):,.0f}; plan with --gpus {fewer.gpus}, "
+            "with a number that divides the batch, or raise train.global_batch"
         )
     if plot is not None:
         click.echo(f"scaling: {plot}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -37,6 +38,12 @@ def units(config: ModelConfig) -> list[str]:
 
 def unit_parameters(config: ModelConfig, tensor_parallel: int) -> list[list[nn.Parameter]]:
     """Parameters of every unit on one tensor-parallel rank, without storage; a tied embedding is the head's as well."""
+    return _unit_parameters(config.model_dump_json(), tensor_parallel)
+
+
+@functools.lru_cache(maxsize=32)  # a plan asks for every layout
+def _unit_parameters(text: str, tensor_parallel: int) -> list[list[nn.Parameter]]:
+    config = ModelConfig.model_validate_json(text)
     with torch.device("meta"):
         model = build_model(config, PartLayers(tensor_parallel))
     held: dict[str, list[nn.Parameter]] = {unit: [] for unit in units(config)}

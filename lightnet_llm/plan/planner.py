@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tqdm import tqdm
 
 from ..config.run import RunConfig
 from ..errors import UserError
 from ..parallel.legality import Choice, choice_of, choices, legal_layout, problem
 from ..training.metrics import flops_per_token
 from .hardware import Hardware
-from .memory import Memory, Part, Parts, with_choice
+from .memory import Memory, Part, Parts, distinct, with_choice
 from .step_time import StepTime, step_time
 from .traffic import Moved, traffic
 
@@ -27,7 +31,8 @@ class Row:
     Attributes:
         parameters: on each pipeline stage's ranks, padding included.
         stage: the pipeline stage that needs most memory; ``memory`` is its.
-        largest_micro_batch: by ``parallel.recompute_every``; whatever the batch, and with a full pipeline. 0: none fits.
+        largest_micro_batch: by ``parallel.recompute_every``; whatever the batch, and with a full pipeline: with fewer
+            micro-batches than stages ``micro_batch`` may be more. 0: none fits.
         moved: of the stage that sends most.
         refused: the limit that is passed, None where the layout fits.
         close: whether it fits with less than ``CLOSE`` of the memory to spare.
@@ -76,7 +81,7 @@ class Plan:
     configured: Row | None
     problem: str | None
 
-    @property
+    @cached_property
     def fitting(self) -> list[Row]:
         """Rows that fit."""
         return [row for row in self.rows if row.refused is None]
@@ -92,7 +97,7 @@ class Plan:
             raise UserError(self._none_fits())
         return min((row for row in self.roomy if row.time.total <= ALIKE * self.roomy[0].time.total), key=_simplicity)
 
-    @property
+    @cached_property
     def roomy(self) -> list[Row]:
         """Rows that fit with some memory to spare, all that fit where there is none."""
         return [row for row in self.fitting if not row.close] or self.fitting
@@ -167,7 +172,7 @@ class Plan:
         text = f"no layout of this run fits {self.world} x {self.hardware.key}: the smallest, {least.name()}, {least.refused}"
         parts = Parts(self.config)
         for times in (2, 4, 8, 16, 32, 64):
-            more = find(self.config, self.world * times, self.hardware, parts, lambda choice: choice.sequence == 1)
+            more = find(self.config, self.world * times, self.hardware, parts, lambda _: True)
             if more is not None and more.fitting:
                 return f"{text}; it fits from --gpus {self.world * times} on, as {more.recommended.name()}"
         return f"{text}; use a smaller data.sequence_length or a card with more memory"
@@ -187,9 +192,12 @@ def find(
         wanted: may leave choices out; largest micro-batches are then left out, too.
     """
     parts, hardware = parts or Parts(config), hardware.in_hosts_of(per_host(config, world, hardware))
+    legal = list(legal_choices(config, world, wanted))
     rows = [
         _row(config, parts, choice, micros, world, hardware, largest=wanted is None)
-        for choice, micros in legal_choices(config, world, wanted)
+        for choice, micros in tqdm(
+            legal, f"layouts on {world} cards", leave=False, delay=3, disable=None, file=sys.stderr
+        )
     ]
     if not rows:
         return None
@@ -300,7 +308,7 @@ def _row(
     assert best is not None
     (over, close, _), micro, every, stage, memory, time = best
     accumulation = config.train.global_batch // (micro * data)
-    moved = [traffic(part, micro, every, accumulation, hardware) for part in held]
+    moved = [traffic(part, micro, every, accumulation, hardware) for part in distinct(held)]
     refused = None
     if over:
         kind = memory.largest()
@@ -322,9 +330,8 @@ def _close(memory: Memory, hardware: Hardware) -> bool:
 
 def worst(held: list[Part], micro_batch: int, every: int, accumulation: int, hardware: Hardware) -> tuple[int, Memory]:
     """The pipeline stage that needs most, and what it needs."""
-    found = [part.memory(micro_batch, every, accumulation, hardware) for part in held]
-    stage = max(range(len(found)), key=lambda index: found[index].total)
-    return stage, found[stage]
+    found = [(part.stage, part.memory(micro_batch, every, accumulation, hardware)) for part in distinct(held)]
+    return max(found, key=lambda one: one[1].total)
 
 
 def largest_micro_batch(held: list[Part], every: int, hardware: Hardware) -> int:

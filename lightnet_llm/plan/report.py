@@ -75,11 +75,16 @@ def cost(plan: Plan, row: Row, price: float | None) -> float | None:
     return None if price is None else plan.days(row) * 24 * plan.world * price
 
 
+def _money(cost: float | None) -> str:
+    return "" if cost is None else f"{cost:,.0f}" if cost >= 100 else f"{cost:.3g}"
+
+
 def command(plan: Plan, row: Row, given: Sequence[str] | None = None) -> str:
     """What starts a layout: on one host at once, on several by a script of ``lightnet launch``."""
     config, *further = given or [str(plan.config.train.name)]
-    own = ("launch.nodes=", "launch.gpus_per_node=")  # in place of those given
-    overrides = [*(one for one in further if not one.startswith(own)), *plan.overrides(row)]
+    new = plan.overrides(row)  # in place of those given
+    own = ("launch.nodes=", "launch.gpus_per_node=", *(f"{one.split('=')[0]}=" for one in new))
+    overrides = [*(one for one in further if not one.startswith(own)), *new]
     if plan.world <= plan.hardware.per_node:
         return f"lightnet train {shlex.join([config, *overrides])} --gpus {plan.world}"
     each = plan.hardware.per_node
@@ -125,7 +130,7 @@ def lines(
         found.append(
             f"as configured ({own.name()}, micro_batch {own.micro_batch}, recompute_every {own.recompute_every}): "
             f"{own.memory.total / GIB:.1f} GiB, {own.time.total:.3g} s a step, {plan.days(own):.3g} days"
-            + (f", cost {cost(plan, own, price):,.0f}" if price is not None else "")
+            + (f", cost {_money(cost(plan, own, price))}" if price is not None else "")
         )
     if hardware.assumed:
         found.append(f"assumed, not measured on this card: {', '.join(hardware.assumed)}; lightnet plan --calibrate")
@@ -139,7 +144,7 @@ def _table(plan: Plan, price: float | None, every_row: bool) -> list[str]:
     rows = []
     for row in shown:
         total, fits = row.memory.total / GIB, row.refused is None
-        largest = row.largest_micro_batch
+        largest = max(row.largest_micro_batch.get(row.recompute_every, 0), row.micro_batch if fits else 0)
         times = [
             f"{row.time.total:.3g}", f"{plan.tokens_per_second(row):,.0f}", f"{100 * plan.utilisation(row):.2g} %",
             f"{plan.days(row):.3g}",
@@ -148,12 +153,12 @@ def _table(plan: Plan, price: float | None, every_row: bool) -> list[str]:
             [
                 row.name(),
                 f"{max(row.parameters):,}",
-                f"{row.micro_batch} ({largest.get(row.recompute_every, 0)})",
+                f"{row.micro_batch} ({largest})",
                 str(row.recompute_every),
                 f"{total:.1f}{' !' if row.close else ''}",
                 *(times if fits else ["does not fit", "", "", ""]),
                 *(
-                    [f"{cost(plan, row, price):,.0f}"]
+                    [_money(cost(plan, row, price))]
                     if price is not None and fits
                     else [""]
                     if price is not None

@@ -57,12 +57,15 @@ def _drawn(config: RunConfig, hardware: Hardware) -> Callable[[Choice], bool]:
     return wanted
 
 
-def enough(plan: Plan) -> Point | None:
-    """The fewest cards, a power of two, that are predicted to be as fast as the plan's, and to which more add nothing.
+def enough(plan: Plan, hardware: Hardware) -> Point | None:
+    """The fewest cards, a power of two, that are predicted to be as fast as the plan's. Other numbers of cards may be faster.
 
     Looked for among the layouts of :func:`scaling` alone, so there may be fewer still. None where the plan's are of use.
+
+    Args:
+        hardware: whole, where the plan's has hosts of as many cards as the plan can use.
     """
-    config, hardware, parts = plan.config, plan.hardware, Parts(plan.config)
+    config, parts = plan.config, Parts(plan.config)
     wanted = _drawn(config, hardware)
     for gpus in (2**power for power in range((plan.world - 1).bit_length())):
         point = _point(find(config, gpus, hardware, parts, wanted))

@@ -9,11 +9,12 @@ but for the scan's states.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 from .activations import Work
 from .hardware import Hardware
-from .memory import Part
+from .memory import Part, distinct
 from .traffic import Moved, traffic
 
 # Bytes read and written. Of a parameter's part: AdamW, norm with clipping, zeroing, new weights. Of each parameter and
@@ -47,14 +48,14 @@ class StepTime:
     optimizer: float
     communication: dict[str, float]
 
-    @property
+    @cached_property
     def total(self) -> float:
         """Of the step."""
         return sum(self.computation().values()) + sum(self.communication.values())
 
     def computation(self) -> dict[str, float]:
         """All but communication."""
-        return {key: value for key, value in asdict(self).items() if key != "communication"}
+        return {name: getattr(self, name) for name in COMPUTATION}
 
     def largest(self) -> tuple[str, float]:
         """The part, an axis's communication among them, that costs most beside the products."""
@@ -62,6 +63,9 @@ class StepTime:
         parts.pop("products")
         name = max(parts, key=lambda part: parts[part])
         return name, parts[name]
+
+
+COMPUTATION = [field.name for field in fields(StepTime) if field.name != "communication"]
 
 
 def products_of_block(work: Work) -> list[tuple[int, int, int]]:
@@ -117,6 +121,7 @@ def block_seconds(work: Work, hardware: Hardware) -> tuple[float, float, float]:
 
 def step_time(parts: list[Part], micro_batch: int, every: int, accumulation: int, hardware: Hardware) -> StepTime:
     """Of all stages of a layout together."""
+    count, parts = len(parts), distinct(parts)
     slowest = max((_Stage(part, micro_batch, every, hardware) for part in parts), key=lambda stage: stage.seconds)
     moved = [traffic(part, micro_batch, every, accumulation, hardware) for part in parts]
     update = max(_update(part, accumulation, hardware) for part in parts)
@@ -127,7 +132,7 @@ def step_time(parts: list[Part], micro_batch: int, every: int, accumulation: int
         loss=accumulation * slowest.loss,
         recompute=accumulation * slowest.recompute,
         waiting=accumulation * slowest.waiting,
-        bubble=(len(parts) - 1) * slowest.seconds,
+        bubble=(count - 1) * slowest.seconds,
         optimizer=update if _ahead(parts[0]) else max(update, hardware.host_step_s),
         communication=communication(moved),
     )
@@ -146,8 +151,11 @@ class _Stage:
     """Seconds of one micro-batch, forward and backward, on one stage."""
 
     def __init__(self, part: Part, micro_batch: int, every: int, hardware: Hardware):
-        work, blocks, again = part.work(micro_batch), len(part.blocks), part.recomputes[every]
-        products, scan, elementwise = (hardware.sustained * part for part in block_seconds(work, hardware))
+        sizes, blocks, again = part.sizes(micro_batch), len(part.blocks), part.recomputes[every]
+        work, known = sizes.work, sizes.seconds
+        if hardware not in known:
+            known[hardware] = block_seconds(work, hardware)
+        products, scan, elementwise = (hardware.sustained * seconds for seconds in known[hardware])
         self.products, self.scan, self.elementwise = blocks * products, blocks * scan, blocks * elementwise
         self.recompute = again * (products / 3 + 0.3 * scan + 0.35 * elementwise)
         if part.first and part.model.tpe:

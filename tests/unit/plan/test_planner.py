@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from lightnet_llm.config.run import RunConfig
 from lightnet_llm.errors import UserError
 from lightnet_llm.models import CausalLM, count_parameters
 from lightnet_llm.parallel.legality import Choice, choice_of, choices, problem
-from lightnet_llm.plan import hardware, planner, report, scaling
+from lightnet_llm.plan import hardware, memory, planner, report, scaling
 from lightnet_llm.plan.hardware import Hardware, load_hardware
 from lightnet_llm.plan.memory import Parts, with_choice
 from lightnet_llm.plan.step_time import step_time
@@ -402,6 +403,7 @@ TOP = {
 }  # fmt: skip
 
 
+ZERO = "deepspeed.zero_optimization"
 OFFLOAD = "deepspeed={zero_optimization: {offload_optimizer: {device: cpu}}}"
 
 
@@ -438,15 +440,58 @@ def test_json(tmp_path: Path) -> None:
 
 def test_more_cards_that_do_not_help_are_said() -> None:
     small = ("pile_1b", "--gpus", "1024", "train.global_batch=64")
-    (line,) = [line for line in run(*small).stdout.splitlines() if "more do not help" in line]
+    (line,) = [line for line in run(*small).stdout.splitlines() if "are no faster than" in line]
     answer = json.loads(run(*small, "--json").stdout)
     fewer, best = answer["enough"], answer["recommended"]["tokens_per_second"]
-    assert line.startswith(f"from {fewer['gpus']} GPUs on more do not help: ") and line.count(f"{best:,.0f}") == 1
+    assert line.startswith(f"1024 GPUs are no faster than {fewer['gpus']}: ") and line.count(f"{best:,.0f}") == 1
     assert fewer["gpus"] < 1024 and fewer["tokens_per_second"] * planner.ALIKE >= best
     again = run(*small, "--gpus", str(fewer["gpus"] // 2))
-    assert again.exit_code == 0 and "more do not help" not in again.stdout
+    assert again.exit_code == 0 and "are no faster than" not in again.stdout
     off = run("pile_150m", "--gpus", "2", "deepspeed={zero_optimization: {offload_optimizer: {device: none}}}")
-    assert off.exit_code == 0 and "more do not help" not in off.stdout
+    assert off.exit_code == 0 and "are no faster than" not in off.stdout
+
+
+def test_fewer_cards_are_looked_for_in_whole_hosts() -> None:
+    """97 cards are hosts of one, which are slow; 8 of one host are not. More cards may be faster again."""
+    answer = json.loads(run("pile_1b", "--gpus", "97", "--json").stdout)
+    eight = json.loads(run("pile_1b", "--gpus", "8", "--json").stdout)
+    assert answer["enough"]["gpus"] == 8
+    assert answer["enough"]["tokens_per_second"] == pytest.approx(eight["recommended"]["tokens_per_second"])
+
+
+def test_long_rows_are_refused_with_the_cards_that_would_do() -> None:
+    done = run("pile_379m", "--gpus", "2", "data.sequence_length=8388608", "train.global_batch=1")
+    assert done.exit_code == 1 and "it fits from --gpus 16 on, as sequence 16" in done.output
+
+
+def test_a_stage_like_an_earlier_one_is_not_worked_out_again() -> None:
+    """Nor is anything lost: what stages hold and keep is the most of all of them."""
+    config = load_config("pile_1b", ["parallel.pipeline=6", "train.global_batch=12", "train.micro_batch=1"])
+    held, h100 = Parts(config).of(choice_of(config), 12), load_hardware("h100")
+    few = memory.distinct(held)
+    assert len(few) < len(held) == 6
+    for micro, every, accumulation in ((1, 0, 6), (4, 1, 2), (2, 0, 1)):
+        whole = [part.memory(micro, every, accumulation, h100).total for part in held]
+        assert planner.worst(held, micro, every, accumulation, h100)[1].total == max(whole)
+        assert planner.worst(held, micro, every, accumulation, h100)[0] == whole.index(max(whole))
+
+
+def test_a_small_cost_is_shown() -> None:
+    text = run("cramming", "--gpus", "1", "train.hours=null", "train.steps=100", "--price", "2").stdout
+    assert re.search(r"cost 0\.\d+", text), text
+
+
+def test_a_recommended_command_names_a_field_once() -> None:
+    text = run("pile_1b", "--gpus", "2", "train.micro_batch=2", "train.global_batch=64").stdout
+    (line,) = [line for line in text.splitlines() if line.startswith("  lightnet train ")]
+    assert line.count("train.micro_batch=") == 1
+
+
+def test_the_pages_table_of_layouts() -> None:
+    docs = ROOT / "docs"
+    scope: dict[str, Any] = {"__name__": "page", "__file__": str(docs / "make_layouts.py")}
+    exec((docs / "make_layouts.py").read_text(), scope)
+    assert (docs / "parallel.md").read_text() == scope["page"](), "run python docs/make_layouts.py"
 
 
 def test_text() -> None:
@@ -470,6 +515,15 @@ def test_text() -> None:
             ["pile_1b", OFFLOAD],
             r"offload_optimizer: lightnet plan does not know .* \(deepspeed.*offload_optimizer=null\)",
         ),
+        (
+            ["pile_150m", f"{ZERO}.stage3_prefetch_bucket_size=abc"],
+            f"{ZERO}.stage3_prefetch_bucket_size is 'abc', .* such as",
+        ),
+        (
+            ["pile_150m", f"{ZERO}.stage3_max_live_parameters=null"],
+            f"{ZERO}.stage3_max_live_parameters is None, not a num",
+        ),
+        (["pile_150m", f"{ZERO}.reduce_bucket_size=-5"], f"{ZERO}.reduce_bucket_size is -5, not a number of elements"),
         (["pile_1b", "--price", "nan"], "not a price"),
         (["pile_1b", "--price", "inf"], "not a price"),
         (["pile_1b", "--gpus", "5003"], "no layout of this run is legal on 5003 ranks"),
@@ -493,20 +547,103 @@ def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "message"),
     [
-        '{"format": 1, "cards": {"h100": {}}}',
-        '{"format": 2, "cards": {}}',
-        '{"format": 1, "cards": {"h100": {"card": "x", "peak": "H100", "figures": {}}}}',
+        ('{"format": 1, "cards": {"h100": {}}}', "card 'h100' is not a mapping that holds figures"),
+        ('{"format": 1, "cards": {"h100": 5}}', "card 'h100' is not a mapping that holds figures"),
+        ('{"format": 2, "cards": {}}', "format 1"),
+        ('{"format": 1, "cards": {}}', "there are none"),
+        (f'{{"format": 1, "cards": {"[" * 100_000}', "not JSON"),
+        ('{"format": 1, "cards": {"h100": {"card": "x", "peak": "H100", "figures": {}}}}', "no figure 'gemm_flop_s'"),
+        ('{"format": 1, "cards": {"h100": {"card": 5, "peak": "H100", "figures": {}}}}', "card 5, not a name"),
+        ('{"format": 1, "cards": {"h100": {"card": "x", "peak": "H1", "figures": {}}}}', "no peak_flop_s"),
+        ('{"format": 1, "cards": {"h100": {"card": "x", "peak_flop_s": 0, "figures": {}}}}', "peak_flop_s 0, not"),
+        (
+            '{"format": 1, "cards": {"x": {"card": "x", "peak": "H100", "figures": {}, "like": "y"}}}',
+            "card 'x' is like 'y', a card that has no figures",
+        ),
+        (
+            '{"format": 1, "cards": {"x": {"card": "x", "peak": "H100", "figures": {}, "like": "h100"}, '
+            '"h100": {"card": "y", "peak": "H100", "figures": {}, "like": "x"}}}',
+            "is like cards that are like it",
+        ),
     ],
 )
-def test_a_damaged_calibration_is_one_line(tmp_path: Path, text: str) -> None:
+def test_a_damaged_calibration_is_one_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "cards.json"
     path.write_text(text)
     result = run("pile_1b", "--figures", str(path))
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
-    assert "--calibrate" in result.stderr
+    assert "--calibrate" in result.stderr and message in result.stderr, result.stderr
+
+
+def changed(tmp_path: Path, key: str, **parts: Any) -> Path:
+    """The shipped figures, but parts of one of an H100's; a part that is None is taken out."""
+    data = json.loads(hardware.SHIPPED.read_text())
+    figure = data["cards"]["h100"]["figures"].setdefault(key, {"value": 1.0, "unit": "s", "assumed": True})
+    figure |= parts
+    for part in [part for part, value in parts.items() if value is None and part != "value"]:
+        del figure[part]
+    path = tmp_path / "cards.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize("card", ["h100", "l40s"])  # its own, and those of the card that it is like
+@pytest.mark.parametrize(
+    ("key", "parts", "message"),
+    [
+        ("scan_s", {"value": None}, "value is null, not a finite positive number"),
+        ("scan_s", {"value": "abc"}, 'value is "abc", not a finite positive number'),
+        ("scan_s", {"value": float("nan")}, "value is NaN, not a finite positive number"),
+        ("scan_s", {"value": float("inf")}, "value is Infinity, not a finite positive number"),
+        ("scan_s", {"value": 10**400}, "not a finite positive number"),
+        ("scan_s", {"value": True}, "value is true, not a finite positive number"),
+        ("host_block_s", {"value": 0}, "value is 0, not a finite positive number"),
+        ("memory_bytes", {"value": -5}, "value is -5, not a finite positive number"),
+        ("context_bytes", {"value": -1}, "value is -1, not a finite positive number"),
+        ("per_node", {"value": 0}, "value is 0, not a whole number from 1 on"),
+        ("per_node", {"value": 1.5}, "value is 1.5, not a whole number from 1 on"),
+        ("gemm_flop_s", {"value": 3.0}, "value is 3.0, not a list of pairs"),
+        ("gemm_flop_s", {"value": []}, "value is [], not a list of pairs"),
+        ("gemm_flop_s", {"value": [[1e9, 0.0]]}, "value is [[1000000000.0, 0.0]], not a list of pairs"),
+        ("gemm_flop_s", {"value": [[1e9]]}, "value is [[1000000000.0]], not a list of pairs"),
+        ("scan_s", {"assumed": None}, "no assumed"),
+        ("scan_s", {"assumed": "no"}, 'assumed is "no", not true or false'),
+        ("scan_s", {"unit": None}, "no unit"),
+        ("scan_lrpe", {}, "no figure has this name (did you mean 'scan_lrpe_s'?)"),
+    ],
+)
+def test_a_figure_that_is_none_is_one_line(
+    tmp_path: Path, card: str, key: str, parts: dict[str, Any], message: str
+) -> None:
+    path = changed(tmp_path, key, **parts)
+    result = run("pile_1b", "--gpu", card, "--figures", str(path))
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1 and message in result.stderr, result.stderr
+    assert f"{path}: " in result.stderr and f"card 'h100', figure '{key}'" in result.stderr
+    assert "lightnet plan --calibrate" in result.stderr
+
+
+@pytest.mark.parametrize("key", hardware.PERHAPS_ZERO)
+def test_what_a_card_may_lack_may_be_zero(tmp_path: Path, key: str) -> None:
+    assert getattr(load_hardware("h100", changed(tmp_path, key, value=0)), key) == 0
+
+
+@pytest.mark.parametrize("path", [None, *sorted((ROOT / "benchmarks").glob("calibration-*.json"))])
+def test_figures_of_this_project_are_as_they_must_be(path: Path | None) -> None:
+    for name in hardware.cards(path):
+        assert set(load_hardware(name, path).figures) == {*hardware.FIGURES}
+
+
+def test_no_more_processes_than_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("torch.multiprocessing.spawn", lambda *_, **__: pytest.fail("processes were started"))
+    result = run("--calibrate", "--gpus", "3", "--output", str(tmp_path / "cards.json"))
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1, result.output
+    assert "--gpus 3: this host has no card and 2 cores; give at most 2" in result.stderr
 
 
 def test_calibration_is_used(tmp_path: Path) -> None:
