@@ -3,16 +3,19 @@
     python benchmarks/eight_gpus.py show                       what each part would run, without a GPU
     python benchmarks/eight_gpus.py parity                     twenty steps of each layout against one GPU
     python benchmarks/eight_gpus.py speed --presets pile_1b pile_2.9b
+    python benchmarks/eight_gpus.py layouts --presets pile_1b  every kind of axes that fits: what to choose
+    python benchmarks/eight_gpus.py buckets --presets pile_1b  ZeRO 2 and 3 by sizes of buckets
     python benchmarks/eight_gpus.py scaling | longest | moves
 
-Each part takes at most ten minutes. ``--gpus`` (all of this machine's; 8, 4 or 2) sets the layouts; ``--output FOLDER``
-keeps a JSON file a part, with date, cards and versions. Exit status 1 where a layout differs, a job fails or a move is
-not exact.
+Each part takes at most ten minutes (layouts and buckets with one preset). ``--gpus`` (all of this machine's; 8, 4 or 2) sets the
+layouts; ``--output FOLDER`` keeps a JSON file a part, with date, cards and versions. Exit status 1 where a layout differs, a
+job fails or a move is not exact.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -83,6 +86,20 @@ def _options(row: Any) -> tuple[str, ...]:
     return tuple(f"parallel.{key}={value}" for key, value in fields.items())
 
 
+def bucketed(preset: str, gpus: int) -> dict[str, planner.Case]:
+    """ZeRO 2 and 3 with DeepSpeed's buckets of several sizes, sent beside the backward pass and after it."""
+    found = {}
+    for zero, size, beside in itertools.product((2, 3), (5_000_000, 50_000_000, 500_000_000), ("true", "false")):
+        name = f"{preset} ZeRO {zero}, buckets of {size:,}, overlap_comm {beside}"
+        more = (
+            f"parallel.zero_stage={zero}", f"deepspeed.zero_optimization.overlap_comm={beside}",
+            f"deepspeed.zero_optimization.reduce_bucket_size={size}",
+            f"deepspeed.zero_optimization.allgather_bucket_size={size}",
+        )  # fmt: skip
+        found[name] = planner.Case(preset, gpus, 4 * gpus, 4, more=more)
+    return found
+
+
 def growing(gpus: int) -> dict[str, planner.Case]:
     """Data parallelism of the 379M preset: the same samples a rank, and the same samples in all."""
     counts = [count for count in (1, 2, 4, 8) if count <= gpus]
@@ -147,6 +164,17 @@ def speed(given: argparse.Namespace) -> tuple[list[Any], bool]:
     return jobs(given, {k: v for preset in given.presets for k, v in timed(preset, given.gpus, given.gpu).items()})
 
 
+def layouts_beside(given: argparse.Namespace) -> tuple[list[Any], bool]:
+    """The same of the fastest layout of every kind of axes that fits: what to choose."""
+    cases = {k: v for preset in given.presets for k, v in timed(preset, given.gpus, given.gpu, others=99).items()}
+    return jobs(given, cases)
+
+
+def buckets(given: argparse.Namespace) -> tuple[list[Any], bool]:
+    """Tokens a second by sizes of DeepSpeed's buckets."""
+    return jobs(given, {k: v for preset in given.presets for k, v in bucketed(preset, given.gpus).items()})
+
+
 def scaling(given: argparse.Namespace) -> tuple[list[Any], bool]:
     """Tokens a second from one card to all."""
     rows, good = jobs(given, growing(given.gpus))
@@ -202,7 +230,9 @@ def show(given: argparse.Namespace) -> tuple[list[Any], bool]:
     for checked in layouts(given.gpus):
         print(f"parity  {checked.name}: {checked.ranks} ranks")
     cases = {k: v for preset in given.presets for k, v in timed(preset, given.gpus, given.gpu).items()}
-    for part, chosen in (("speed", cases), ("scaling", growing(given.gpus))):
+    most = {k: v for preset in given.presets for k, v in timed(preset, given.gpus, given.gpu, others=99).items()}
+    sizes = {k: v for preset in given.presets for k, v in bucketed(preset, given.gpus).items()}
+    for part, chosen in (("speed", cases), ("layouts", most), ("buckets", sizes), ("scaling", growing(given.gpus))):
         for name, case in chosen.items():
             predicted = planner.predict(case, given.figures, given.gpu)
             memory, seconds = predicted["allocated_bytes"] / 1e9, predicted["step_seconds"]
@@ -211,7 +241,10 @@ def show(given: argparse.Namespace) -> tuple[list[Any], bool]:
     return [], True
 
 
-PARTS = {"show": show, "parity": parity, "speed": speed, "scaling": scaling, "longest": longest, "moves": moves}
+PARTS = {
+    "show": show, "parity": parity, "speed": speed, "layouts": layouts_beside, "buckets": buckets, "scaling": scaling,
+    "longest": longest, "moves": moves,
+}  # fmt: skip
 
 
 def main() -> int:

@@ -19,8 +19,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_what_would_run_is_legal(gpus: str) -> None:
     shown = run("show", "--gpus", gpus)
     assert shown.returncode == 0, shown.stderr[-2000:]
-    lines = [line.split()[0] for line in shown.stdout.splitlines() if line.split()[0] in ("parity", "speed", "scaling")]
+    lines = [line.split()[0] for line in shown.stdout.splitlines() if line.split()]
     assert lines.count("parity") >= 6 and lines.count("speed") == 6 and lines.count("scaling") >= 4
+    assert lines.count("layouts") >= 8 and lines.count("buckets") == 24
 
 
 @pytest.mark.slow
