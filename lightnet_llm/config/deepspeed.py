@@ -47,6 +47,11 @@ def deepspeed_config(config: RunConfig, data_parallel: int, sequence_parallel: i
         UserError: the pass-through sets a field that belongs to a section of ours.
     """
     zero = config.deepspeed.get("zero_optimization")
+    if zero is not None and not isinstance(zero, dict):
+        raise UserError(
+            f"deepspeed.zero_optimization: {zero!r} is no mapping; name a field of it, such as "
+            "deepspeed.zero_optimization.reduce_bucket_size=50000000"
+        )
     given = [*config.deepspeed, *(f"zero_optimization.{key}" for key in (zero if isinstance(zero, dict) else {}))]
     for key in given:
         if key in _OWNED:

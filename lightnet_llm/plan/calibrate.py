@@ -76,14 +76,16 @@ def calibrate(output: Path, ranks: int | None = None) -> Iterator[str]:
         ranks: cards (CPU: processes) that communicate; None for all cards of this host, or 2 processes.
 
     Raises:
-        UserError: the file cannot be written, or there are fewer cards.
+        UserError: the file cannot be written, or there are fewer cards (CPU: cores).
     """
     if not output.parent.is_dir():
         raise UserError(f"--output {output}: {output.parent} is not a folder; make it first")
     cuda = torch.cuda.is_available()
     have = torch.cuda.device_count() if cuda else 2
-    if ranks is not None and cuda and ranks > have:
-        raise UserError(f"--gpus {ranks}: this host has {have}; --calibrate measures the cards that are here")
+    most = have if cuda else max(have, os.cpu_count() or 1)
+    if ranks is not None and ranks > most:
+        here = f"{have}; --calibrate measures the cards that are here" if cuda else f"no card and {most} cores"
+        raise UserError(f"--gpus {ranks}: this host has {here}; give at most {most}, or leave --gpus out")
     device, scale = (torch.device("cuda", 0), GPU) if cuda else (torch.device("cpu"), TINY)
     name = torch.cuda.get_device_name(0) if cuda else "cpu"
     date = datetime.datetime.now(datetime.UTC).date().isoformat()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -29,6 +30,8 @@ FIGURES = (
     *BY_HOST, "host_step_s", "per_node", "nvlink_bytes_s", "nvlink_latency_s", "infiniband_bytes_s",
     "infiniband_latency_s",
 )  # fmt: skip
+PERHAPS_ZERO = ("context_bytes", "fragmentation")
+MEND = "mend it there, or write the file with lightnet plan --calibrate"
 
 
 @dataclass(frozen=True)
@@ -133,21 +136,28 @@ def load_hardware(name: str, path: Path | None = None) -> Hardware:
         # A family's name, such as a100, means one of its cards.
         family = [f"'{one}'" for one in found if name and one.lower().startswith(name.lower())]
         hint = f" (did you mean {' or '.join(family)}?)" if family else nearest(name, list(found))
-        raise UserError(f"--gpu {name}: no figures{hint}; there are {', '.join(found)}; others by --calibrate")
+        where, names = f" in {path}" if path else "", ", ".join(found) or "none"
+        raise UserError(f"--gpu {name}: no figures{where}{hint}; there are {names}; others by --calibrate")
     try:
         return _hardware(name, found, shipped)
-    except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
-        raise UserError(f"{path or SHIPPED}: card '{name}' is not as --calibrate writes it ({error})") from None
+    except RecursionError:
+        problem = f"card '{name}' is like cards that are like it"
+    except (TypeError, ValueError, ArithmeticError) as error:
+        problem = str(error)
+    raise UserError(f"{path or SHIPPED}: not as --calibrate writes it: {problem}; {MEND}")
 
 
 def _hardware(name: str, found: dict[str, Any], shipped: dict[str, Any]) -> Hardware:
     entry = found[name]
+    _check(name, entry)
     own: dict[str, dict[str, Any]] = entry["figures"]
     peak = float(entry["peak_flop_s"]) if "peak_flop_s" in entry else PEAK_FLOPS[entry["peak"]]
     figures, link = dict(own), "NVLink"
     if "like" in entry:
         # A calibrated card is like the shipped one of its own name.
         others = shipped if entry["like"] == name else {**shipped, **found}
+        if entry["like"] not in others:
+            raise ValueError(f"card '{name}' is like '{entry['like']}', a card that has no figures")
         other = _hardware(entry["like"], others, shipped)
         link = other.link
         peaks = peak / other.peak_flop_s
@@ -159,8 +169,56 @@ def _hardware(name: str, found: dict[str, Any], shipped: dict[str, Any]) -> Hard
             figures.setdefault(key, _scaled(key, figure, peaks, copy, host, other.card))
     missing = [key for key in FIGURES if key not in figures]
     if missing:
-        raise KeyError(f"no {missing[0]}")
+        raise ValueError(f"card '{name}' has no figure '{missing[0]}', and is like no card that has")
     return Hardware(name, entry["card"], peak, figures, entry.get("link", link))
+
+
+def _check(name: str, entry: Any) -> None:
+    """Every part of an entry is there and can be computed with, or a ValueError says which is not and why."""
+    where = f"card '{name}'"
+    if not isinstance(entry, dict) or not isinstance(entry.get("figures"), dict):
+        raise ValueError(f"{where} is not a mapping that holds figures")
+    for key in ("card", "like", "link"):
+        if not isinstance(entry.get(key, None if key == "card" else ""), str):
+            raise ValueError(f"{where} has {key} {_shown(entry.get(key))}, not a name")
+    if "peak_flop_s" in entry:
+        if not _positive(entry["peak_flop_s"]):
+            raise ValueError(f"{where} has peak_flop_s {_shown(entry['peak_flop_s'])}, not a finite positive number")
+    elif not isinstance(entry.get("peak"), str) or entry["peak"] not in PEAK_FLOPS:
+        raise ValueError(f"{where} has no peak_flop_s, nor a peak among {', '.join(PEAK_FLOPS)}")
+    for key, figure in entry["figures"].items():
+        where = f"card '{name}', figure '{key}'"
+        if key not in FIGURES:
+            raise ValueError(f"{where}: no figure has this name{nearest(key, list(FIGURES))}")
+        missing = [part for part in ("value", "unit", "assumed") if not isinstance(figure, dict) or part not in figure]
+        if missing:
+            raise ValueError(f"{where} has no {missing[0]}")
+        if not isinstance(figure["assumed"], bool):
+            raise ValueError(f"{where}: assumed is {_shown(figure['assumed'])}, not true or false")
+        if (wanted := _unlike(key, figure["value"])) is not None:
+            raise ValueError(f"{where}: value is {_shown(figure['value'])}, not {wanted}")
+
+
+def _unlike(key: str, value: Any) -> str | None:
+    """What the value of this figure should be, None where it is."""
+    if key == "gemm_flop_s":
+        pairs = value if isinstance(value, list) else []
+        fits = all(isinstance(pair, list) and len(pair) == 2 and all(map(_positive, pair)) for pair in pairs)
+        return None if pairs and fits else "a list of pairs [FLOP, FLOP/s] of finite positive numbers"
+    if key == "per_node":
+        return None if _positive(value) and isinstance(value, int) else "a whole number from 1 on"
+    if key in PERHAPS_ZERO and value == 0 and not isinstance(value, bool):
+        return None
+    return None if _positive(value) else "a finite positive number"
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _scaled(key: str, figure: dict[str, Any], peak: float, copy: float, host: float, card: str) -> dict[str, Any]:
@@ -185,7 +243,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}); write one with lightnet plan --calibrate"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}); write one with lightnet plan --calibrate") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("cards"), dict):
         raise UserError(f"{path}: not a file of lightnet plan --calibrate (format {FORMAT}); write one with it")

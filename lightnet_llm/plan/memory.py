@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from ..config.deepspeed import PREFETCHED, block_elements, deepspeed_config, effective_zero_stage
 from ..config.run import RunConfig
+from ..errors import UserError
 from ..models import CausalLM, count_parameters
 from ..parallel import stages
 from ..parallel.holdings import Holding, stage_holdings
@@ -53,7 +55,7 @@ class Memory:
     reserve: int
     peak: str
 
-    @property
+    @cached_property
     def total(self) -> int:
         """All kinds."""
         return sum(self.kinds().values())
@@ -65,7 +67,7 @@ class Memory:
 
     def kinds(self) -> dict[str, int]:
         """Bytes by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "peak"}
+        return {name: getattr(self, name) for name in KINDS}
 
     def largest(self) -> str:
         """The kind with most bytes, reserve aside."""
@@ -73,11 +75,19 @@ class Memory:
         return max(kinds, key=lambda kind: kinds[kind])
 
 
+KINDS = [field.name for field in fields(Memory) if field.name != "peak"]
+
+
 class Sizes:
-    """Bytes of a micro-batch, see :mod:`.activations`; layouts that cut the work alike share one."""
+    """Bytes of a micro-batch, see :mod:`.activations`; layouts that cut the work alike share one.
+
+    Attributes:
+        seconds: of a block, by card; filled where they are asked for (:mod:`.step_time`).
+    """
 
     def __init__(self, work: Work):
         self.work = work
+        self.seconds: dict[Hardware, tuple[float, float, float]] = {}
         self.block, self.again = activations.block(work), activations.recomputed(work)
         self.embedding, self.head = activations.embedding(work), activations.head(work)
         self.loss, self.passing = activations.loss_peak(work), activations.backward_peak(work)
@@ -121,10 +131,10 @@ class Part:
         self.gathers = choice.sequence > 1 and place.gathers
         self.in_flight = 2 if config.parallel.sequence_exchange_dtype == "bf16" else 4
         zero = deepspeed_config(config, 1)["zero_optimization"]
-        self.bucket = int(zero.get("reduce_bucket_size", 500_000_000))
+        self.bucket = _elements(zero, "reduce_bucket_size", 500_000_000)
         self.block_elements = block_elements(config)
         self.ahead, self.live, self.reuse = (
-            int(zero.get(f"stage3_{name}", zero.get(name, usual)))
+            _elements(zero, f"stage3_{name}" if f"stage3_{name}" in zero else name, usual)
             for name, usual in (
                 ("prefetch_bucket_size", PREFETCHED), ("max_live_parameters", LIVE), ("max_reuse_distance", REUSE),
             )
@@ -133,6 +143,10 @@ class Part:
             every: sum(every > 0 and index % every == 0 for index in self.blocks)
             for every in (0, 1, config.parallel.recompute_every)
         }
+        self.alike = (
+            len(self.blocks), self.first, self.last, *self.recomputes.values(), self.trained, self.parameters,
+            self.whole_weights, self.optimizer,
+        )  # fmt: skip
 
     def work(self, micro_batch: int) -> Work:
         """What a rank does of a micro-batch."""
@@ -230,6 +244,14 @@ class Part:
         return max(self.trained - blocks + near, min(self.trained, self.live) if self.ahead else 0)
 
 
+def distinct(stages: list[Part]) -> list[Part]:
+    """Without those that hold and do what an earlier one does, which keeps no fewer micro-batches at a time."""
+    found: dict[tuple[object, ...], Part] = {}
+    for part in stages:
+        found.setdefault(part.alike, part)
+    return list(found.values())
+
+
 class Parts:
     """Stages of all layouts of a run, each worked out once."""
 
@@ -270,6 +292,19 @@ def with_choice(config: RunConfig, choice: Choice, **parallel: object) -> RunCon
     """The run in another layout."""
     update = {**vars(choice), **parallel}
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=update)})
+
+
+def _elements(zero: dict[str, Any], field: str, usual: int) -> int:
+    """A number of elements that DeepSpeed is given."""
+    value = zero.get(field, usual)
+    try:
+        found = int(value)
+    except (TypeError, ValueError, OverflowError):
+        found = -1
+    if found < 0:
+        where = f"deepspeed.zero_optimization.{field}"
+        raise UserError(f"{where} is {value!r}, not a number of elements; give one such as {usual}, or leave it out")
+    return found
 
 
 def _bounds(config: RunConfig, choice: Choice) -> list[int]:

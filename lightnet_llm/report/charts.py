@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import io
 import math
 import re
@@ -12,11 +13,21 @@ from typing import Any
 
 # Mid tones that stay readable on white and on near-black; told apart also by people with colour-blindness (Okabe-Ito).
 PALETTE = ("#0d80c9", "#e07b00", "#0aa06e", "#d1569c", "#b8860b", "#8a63d2", "#d64f2b", "#4c9fb3")
+SHADES = (0.0, -0.12, 0.12, -0.06, 0.06, -0.18, 0.18)  # lightness that each further round of the palette adds
 INK = "#010203"  # stands for the page's text colour until the SVG is done
 BACK = "#030201"  # and this for what is behind it
 POINTS = 1200  # more than a screen shows
 MOST_MARKS = 150
 MANY = 120  # from here on, a line of means is drawn over the single values
+
+
+def color_of(index: int) -> str:
+    """The colour of a line, of as many as there are in the palette and its shades: 56."""
+    base, shade = PALETTE[index % len(PALETTE)], SHADES[index // len(PALETTE) % len(SHADES)]
+    if not shade:
+        return base
+    hue, light, saturation = colorsys.rgb_to_hls(*(int(base[at : at + 2], 16) / 255 for at in (1, 3, 5)))
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, light + shade, saturation))
 
 
 @dataclass

@@ -44,8 +44,9 @@ def view(run: Run, color: str, several: bool) -> dict[str, Any]:
 
 def summary(run: Run) -> str:
     """One line: how far the run came and where its losses stand."""
+    damaged = [f"unreadable lines left out: {run.damaged}"] if run.damaged else []
     if not run.steps:
-        return "no training step was written down yet"
+        return ", ".join(["no training step was written down yet", *damaged])
     last = run.steps[-1]
     budget = run.section("train").get("steps")
     parts = [f"step {last['step']:,}" + (f" of {budget:,}" if isinstance(budget, int) else "")]
@@ -61,9 +62,7 @@ def summary(run: Run) -> str:
     resumes = sum(event.get("event") == "resumed" for event in run.events)
     if resumes:
         parts.append("resumed once" if resumes == 1 else f"resumed {resumes} times")
-    if run.damaged:
-        parts.append(f"unreadable lines left out: {run.damaged}")
-    return ", ".join(parts)
+    return ", ".join([*parts, *damaged])
 
 
 def quantity(value: float) -> str:
@@ -109,7 +108,7 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
         found.append(("a step while a checkpoint is written, median", f"{while_writing:.3g} s; {alone:.3g} s without"))
     times = [row["time"] for row in run.steps if isinstance(row.get("time"), (int, float))]
     if len(times) > 1:
-        found.append(("first to last step", duration(times[-1] - times[0])))
+        found.append(("first to last step, pauses between starts included", duration(times[-1] - times[0])))
     return found
 
 

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from ..errors import UserError
 from . import facts
-from .charts import INK, PALETTE, Line, Mark, chart
+from .charts import INK, PALETTE, Line, Mark, chart, color_of
 from .read import Run, flat, is_number, read_run
 from .template import PAGE, STYLE
 
@@ -39,7 +39,9 @@ def write_report(paths: Sequence[str | Path], output: str | Path | None = None) 
         UserError: a folder is no run folder, or ``output`` is missing or cannot be written.
     """
     if output is None and len(paths) != 1:
-        raise UserError("several runs have no folder in common; name the page with --output FILE")
+        raise UserError(
+            "without --output a page is written into the folder of its run, and there are several; name the file"
+        )
     target = Path(output) if output is not None else Path(paths[0]) / "report.html"
     html = render([read_run(path) for path in paths])
     partial = target.with_name(f".{target.name}.partial")
@@ -55,7 +57,7 @@ def render(runs: Sequence[Run]) -> str:
     """The page as a string."""
     _unique_names(runs)
     several = len(runs) > 1
-    colors = [PALETTE[index % len(PALETTE)] for index in range(len(runs))]
+    colors = [color_of(index) for index in range(len(runs))]
     views = [facts.view(run, color, several) for run, color in zip(runs, colors, strict=True)]
     labels = list(dict.fromkeys(label for view in views for label, _ in view["tiles"]))
     template = Environment(autoescape=True, trim_blocks=True).from_string(PAGE)
@@ -174,7 +176,7 @@ def _validation_lines(pairs: Pairs, several: bool, metric: str) -> list[tuple[Li
     lines = []
     for run, color in pairs:
         for index, (name, (x, y)) in enumerate(run.validation_series(metric).items()):
-            own = color if several else PALETTE[(index + 1) % len(PALETTE)]
+            own = color if several else color_of(index + 1)
             label = f"{run.name}, {name}" if several else name
             lines.append((Line(label, x, y, own, dashed=several, markers=True), run))
     return lines
@@ -187,7 +189,7 @@ def _evaluation_charts(pairs: Pairs, several: bool, marks: Sequence[Mark]) -> li
         for metric in run.metrics():
             for index, (task, (x, y)) in enumerate(run.evaluation_series(metric).items()):
                 title = f"{metric} of {task}" if several else metric
-                label, own = (run.name, color) if several else (task, PALETTE[index % len(PALETTE)])
+                label, own = (run.name, color) if several else (task, color_of(index))
                 figures.setdefault(title, []).append(Line(label, x, y, own, markers=True))
     return [(title, chart(f"Evaluation {title}", lines, marks)) for title, lines in figures.items()]
 

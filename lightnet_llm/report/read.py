@@ -11,6 +11,9 @@ import yaml
 
 from ..errors import UserError
 
+NUMBERS = ("time", "tokens")  # of a line, beside its step
+LARGEST = 1e18  # no step, time or count comes near
+
 
 @dataclass
 class Run:
@@ -29,7 +32,7 @@ class Run:
         heldout: result of ``lightnet eval --output RUN/heldout.json``, when there is one.
         sample: text of RUN/sample.txt, when there is one.
         pictures: names and contents of RUN/*.png, such as of lightnet sample and of confusion matrices.
-        damaged: lines of metrics.jsonl that are no JSON objects.
+        damaged: lines of metrics.jsonl that are no JSON objects, or hold what is not of its type.
     """
 
     name: str
@@ -91,6 +94,26 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _fits(row: dict[str, Any]) -> bool:
+    """Whether what is computed with has its type; all but the step may also be null, or not be there."""
+    norms, numbers = row.get("norms"), [row[key] for key in NUMBERS if row.get(key) is not None]
+    kinds = [of for of in norms.values() if of is not None] if isinstance(norms, dict) else []
+    return (
+        is_number(row.get("step"))
+        and all(is_number(value) and abs(value) < LARGEST for value in (row["step"], *numbers))
+        and (row.get("loss") is None or is_number(row["loss"]))
+        and (norms is None or isinstance(norms, dict))
+        and all(isinstance(of, dict) for of in kinds)
+    )
+
+
+def _counts(heldout: dict[str, Any]) -> bool:
+    """Whether what the page shows of held-out text has its type."""
+    return isinstance(heldout.get("baselines") or {}, dict) and all(
+        is_number(heldout.get(key, 0)) for key in ("documents", "bytes", "tokens")
+    )
+
+
 def read_run(path: str | Path) -> Run:
     """Read a run folder.
 
@@ -105,7 +128,7 @@ def read_run(path: str | Path) -> Run:
     sets: dict[int, dict[str, dict[str, float]]] = {}
     tasks: dict[int, dict[str, dict[str, float]]] = {}
     for row in _json_lines(metrics, run):
-        if not is_number(row.get("step")):
+        if not _fits(row):
             run.damaged += 1
         elif "event" in row:
             run.events.append(row)
@@ -128,21 +151,27 @@ def read_run(path: str | Path) -> Run:
     if (folder / "environment.jsonl").is_file():
         run.environments = list(_json_lines(folder / "environment.jsonl", run))
     run.sample = _text(folder / "sample.txt")
-    run.pictures = [(path.stem, path.read_bytes()) for path in sorted(folder.glob("*.png"))]
+    pictures = [(path.stem, _bytes(path)) for path in sorted(folder.glob("*.png"))]
+    run.pictures = [(name, data) for name, data in pictures if data is not None]
     heldout = _text(folder / "heldout.json")
     if heldout is not None:
         try:
             run.heldout = json.loads(heldout)
         except ValueError as error:
             raise UserError(f"{folder / 'heldout.json'}: not JSON ({error}); write it with lightnet eval") from None
-        if not isinstance(run.heldout, dict):
+        if not isinstance(run.heldout, dict) or not _counts(run.heldout):
             raise UserError(f"{folder / 'heldout.json'}: not a result of lightnet eval --output; write it again")
     return run
 
 
 def _text(path: Path) -> str | None:
+    found = _bytes(path)
+    return None if found is None else found.decode("utf-8", errors="replace")
+
+
+def _bytes(path: Path) -> bytes | None:
     try:
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+        return path.read_bytes() if path.is_file() else None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); mend its permissions") from None
 

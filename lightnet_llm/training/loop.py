@@ -81,7 +81,7 @@ class Trainer:
         parameters, saved = self._count(), state.step
         due: list[int] = []  # steps whose save is to be made
         recorded = config.logging.profile_steps if self.speaks else 0
-        trace = Trace(self.folder.path / "profile", self.ranks.rank, recorded, state.step)
+        trace = Trace(self.folder.path / "profile", self.ranks.rank, recorded, state.step, end)
         window_start, window_tokens = time.perf_counter(), 0
         guard = self.engine.guard
         while state.step < end:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
+
+from .start import warn
 
 WAIT = 5  # steps of a start that compile, fill caches and allocate: not what a run is like
 
@@ -21,16 +23,27 @@ class Trace:
         rank: of the run, for the file's name.
         steps: how many to record, after ``WAIT`` and one that warms the profiler up; 0: none.
         start: steps that were done when the loop began.
+        end: the last step of the run; rank 0 warns when that comes before the first to record.
     """
 
-    def __init__(self, folder: Path, rank: int, steps: int, start: int):
+    def __init__(self, folder: Path, rank: int, steps: int, start: int, end: int):
         self.folder, self.rank, self.first, self.done = folder, rank, start + WAIT + 2, start
         self.profiler: profile | None = None
-        if steps:
+        if steps and end < self.first and rank == 0:
+            warn(
+                f"logging.profile_steps={steps}: no step is recorded, as the run ends after step {end} and the first to record "
+                f"is {self.first}; let it run to step {self.first + steps - 1}, or set logging.profile_steps=0"
+            )
+        if steps and end >= self.first:
             kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
             plan = schedule(wait=WAIT, warmup=1, active=steps, repeat=1)
+
+            def planned(step: int) -> ProfilerAction:
+                return plan(max(0, step - start - 1))
+
             self.last = self.first + steps - 1
-            self.profiler = profile(activities=kinds, schedule=plan, on_trace_ready=self._write)
+            self.profiler = profile(activities=kinds, schedule=planned, on_trace_ready=self._write)
+            self.profiler.step_num = start + 1  # the trace numbers steps as the run does
             self.profiler.start()
 
     def step(self) -> None:

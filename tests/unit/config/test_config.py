@@ -72,6 +72,7 @@ MISTAKES = [
         "deepspeed.prescale_gradients has no effect in bf16 at ZeRO 0 and 1",
     ),
     (["deepspeed.fp16.enabled=true"], "deepspeed.fp16 is derived; set train.precision instead"),
+    (["deepspeed.zero_optimization=5"], "deepspeed.zero_optimization: 5 is no mapping; name a field of it"),
     (["deepspeed.zero_optimization.stage=3"], "set parallel.zero_stage instead"),
     (["x"], "override 'x' is not of the form key=value"),
     (["train.seed=[1"], "small.yaml: "),

@@ -125,8 +125,8 @@ def test_nothing_is_taken_for_markup(make_run: Maker) -> None:
 def test_several_runs(make_run: Maker, tmp_path: Path) -> None:
     first, second = make_run("first"), make_run("second", steps=30, rate=6e-4, offset=0.5)
     write_extras(first, "only the first has a sample")
-    code, _, err = report(str(first), str(second))
-    assert code == 1 and "--output" in err
+    code, _, err = report(str(first), str(second))  # which do lie in one folder
+    assert code == 1 and "--output" in err and "in common" not in err and err.count("\n") == 1
     _, page = page_of(str(first), str(second), "--output", str(tmp_path / "both.html"))
     for wanted in (
         "LightNet runs: first, second",
@@ -160,6 +160,66 @@ def test_a_run_that_just_began(make_run: Maker) -> None:
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": NaN, "grad_norm": 1.0, "tokens": 5}\n{"step": 2, "lo')
     _, page = page_of(str(run))
     assert "unreadable lines left out: 1" in page.text and page.tags.count("svg") == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x8f\x00\xff\n\xfe{\n", b"5\n[]\n", b'{"loss": 1.0}\n{"step": "x", "loss": 1.0}\n']
+)
+def test_a_run_without_a_readable_line(make_run: Maker, content: bytes) -> None:
+    run = make_run("made")
+    (run / "metrics.jsonl").write_bytes(content)
+    _, page = page_of(str(run))
+    assert "no training step was written down yet, unreadable lines left out: 2" in page.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norms": 5},
+        {"norms": [1.0]},
+        {"norms": {"gradient": 5}},
+        {"norms": {"weight": "abc"}},
+        {"loss": "abc"},
+        {"tokens": "abc"},
+        {"tokens": float("nan")},
+        {"time": float("nan")},
+        {"step": float("inf")},
+        {"step": 10**400},
+    ],
+)
+def test_a_line_with_what_is_not_of_its_type(make_run: Maker, changes: dict[str, object]) -> None:
+    run = make_run("made")
+    append(run, {"step": 41, "loss": 1.0, "time": 2e9, **changes}, {"step": 42, "loss": 0.125, "tokens": None})
+    _, page = page_of(str(run))
+    assert "step 42 of 40, train loss 0.1250" in page.text and "unreadable lines left out: 1" in page.text
+
+
+def test_a_folder_with_a_pictures_name(make_run: Maker) -> None:
+    run = make_run("made")
+    (run / "x.png").mkdir()
+    (run / "y.png").write_bytes(b"picture")
+    _, page = page_of(str(run))
+    assert page.tags.count("img") == 1
+
+
+def test_the_time_of_a_run_counts_its_pauses(make_run: Maker) -> None:
+    run = make_run("made")
+    append(run, {"step": 41, "loss": 1.0, "time": 1e9 + 641})  # resumed ten minutes later
+    _, page = page_of(str(run))
+    assert "10 min 40 sfirst to last step, pauses between starts included" in page.text
+
+
+def test_colours_of_many_lines(make_run: Maker, tmp_path: Path) -> None:
+    assert len({charts.color_of(index) for index in range(56)}) == 56
+    runs = [str(make_run(f"run{index}", steps=2)) for index in range(1, 18)]
+    html, _ = page_of(*runs, "--output", str(tmp_path / "all.html"))
+    assert len(set(re.findall(r'class="swatch" style="background:(#\w+)"', html))) == 17
+    run = make_run("sets")  # and of the sets of one run
+    append(run, {"step": 40, "validation": {f"set{index}": {"bits_per_byte": 1.0 + index} for index in range(17)}})
+    html, _ = page_of(str(run))
+    (drawn,) = re.findall(r'aria-label="Validation bits per byte".*?</svg>', html, re.DOTALL)
+    lines = re.findall(r'id="validation-bits-per-byte-line-\d+">.*?stroke: (#\w+)', drawn, re.DOTALL)
+    assert len(lines) == len(set(lines)) == 18
 
 
 def append(run: Path, *rows: dict[str, object]) -> None:
@@ -249,6 +309,8 @@ def test_losses_have_the_unit_of_their_head(make_run: Maker, head: str | None, u
         (None, None, "holds no metrics.jsonl"),
         ("heldout.json", "{", "heldout.json: not JSON"),
         ("heldout.json", "[]", "heldout.json: not a result of lightnet eval"),
+        ("heldout.json", '{"bits_per_byte": 1.0, "baselines": [5]}', "heldout.json: not a result of lightnet eval"),
+        ("heldout.json", '{"bits_per_byte": 1.0, "bytes": "many"}', "heldout.json: not a result of lightnet eval"),
     ],
 )
 def test_errors_are_one_line(make_run: Maker, file: str | None, content: str | None, message: str) -> None:
