@@ -21,7 +21,8 @@ def scan_span_grads(
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, LRPE: tl.constexpr,
     FINAL: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """From what each piece's own queries ask of what it finds to what all later ones ask of what it leaves, in place.
+    """From what each piece's own queries ask of what it finds to what all later ones ask of what it leaves, in place, back to the
+    first span's last.
     `final`: the gradient of each sequence's last state, in units of exp(-leave). With TOTAL nothing changes, and what is
     asked of what each sequence finds is kept in `first`, in units of exp(-enter). One program a (sequence, head, slice of
     features)."""

@@ -78,16 +78,16 @@ def fill_angles(
 
 @triton.jit
 def fill_moves(
-    theta_ptr, lengths_ptr, moves_ptr, span, sequences, heads, D: tl.constexpr, DP: tl.constexpr
+    theta_ptr, lengths_ptr, moves_ptr, piece, sequences, heads, D: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
-    """cos and sin [2 + 2 sequences, H, D] of moves by `span` tokens (rows 0 and 1) and by what is left of each sequence
+    """cos and sin [2 + 2 sequences, H, D] of moves by `piece` tokens (rows 0 and 1) and by what is left of each sequence
     after whole ones (cos of all, then sin of all), in float64 until they are stored. One program a (move, head)."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     col = tl.arange(0, DP)
-    tokens = tl.cast(span, tl.int64)
+    tokens = tl.cast(piece, tl.int64)
     if row > 0:
         length = tl.load(lengths_ptr + row - 1)
-        tokens = tl.maximum(length - 1, 0) % span + 1
+        tokens = tl.maximum(length - 1, 0) % piece + 1
     theta = tl.load(theta_ptr + head * D + col, mask=col < D, other=0.0).to(tl.float64)
     angle = tokens.to(tl.float64) * theta
     cos_row = tl.where(row > 0, row + 1, 0)
@@ -181,10 +181,10 @@ def scan_spans(
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, LRPE: tl.constexpr,
     INITIAL: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """From what each piece adds to what it finds, in place. `move`, see `fill_moves`: cos and sin of a full piece's tokens
-    come first. `unit`: leave of the blocks when the pieces were summed, if it was another. With TOTAL nothing changes, and
-    the sequence's state after its last token is kept in `total`, in units of exp(max). One program a (sequence, head,
-    slice of features)."""
+    """From what each piece adds to what it finds, in place, up to the last span's first. `move`, see `fill_moves`: cos and sin
+    of a full piece's tokens come first. `unit`: leave of the blocks when the pieces were summed, if it was another. With TOTAL
+    nothing changes, and the sequence's state after its last token is kept in `total`, in units of exp(max). One program a
+    (sequence, head, slice of features)."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, vcol = tl.program_id(2) * BD + tl.arange(0, BD), tl.arange(0, VP)
     start = tl.load(sequences_ptr + sequence * 4).to(tl.int64)

@@ -3,7 +3,7 @@
 A rank's state must leave before anything of other ranks is known, and what they ask of it comes back after its queries are
 done. So each pass has two halves, and between them states travel; kernels are those of a scan of several spans:
 
-    forward   `_own`: what the rank's spans add, and the state after all of them
+    forward   `_own`: what pieces of the rank's spans add, and the state after all of them
               `_outputs`: with what came before, what its spans and blocks find; outputs
     backward  `_ask`: gradients of queries, and what they ask of all that came before
               `_answer`: with what later ranks ask of the rank's own state, gradients of keys, values and theta
@@ -184,7 +184,7 @@ def _together(name: str, run: Any, arguments: tuple[Any, ...], query: Tensor, va
 
 
 def _own(key: Tensor, value: Tensor, theta: Tensor | None, bounds: Any) -> tuple[Tensor | None, ...]:
-    """The state after all tokens: max, sum, kv; what spans add, the blocks' leave that it is in units of, angles."""
+    """The state after all tokens: max, sum, kv; what pieces of spans add, the blocks' leave that it is in units of, angles."""
     shape, table = _sizes(key, value, theta, bounds, False)
     key, value = rows_of(key), rows_of(value)
     top, total, kv = empty_states(shape, table.lengths.shape[0], key.device)
@@ -236,8 +236,8 @@ def _ask(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, theta: Tensor | None, top: Tensor, kv: Tensor,
     enter: Tensor, leave: Tensor, mass: Tensor, flag: Tensor, cos: Any, sin: Any, turn: Any, bounds: Any, silu: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of query and of the initial state's sum and kv; a buffer for key's; what each span's queries ask of what it
-    finds; and `Asked`, None for `later` where it is that buffer."""
+    """Gradients of query and of the initial state's sum and kv; a buffer for key's; what the queries of each piece of a span
+    ask of what it finds; and `Asked`, None for `later` where it is that buffer."""
     shape, table = _sizes(query, value, theta, bounds, silu)
     found = Blocks(kv, enter, leave, mass, flag, cos, sin, turn)
     query, key, value, grad = rows_of(query), rows_of(key), rows_of(value), rows_of(grad)

@@ -68,7 +68,7 @@ class Shape(NamedTuple):
         if name in ("chain_states", "chain_grads"):
             values = {"VB": self.value_slice}
         elif isinstance(rule, Sums):
-            rule = Sums(1, rule.warps, values=64) if self.wide else rule
+            rule = Sums(1, 8 if self.double else 4, values=64) if self.wide else rule  # by 4 both halves would spill
             values = {
                 "VB": min(rule.values, self.value_width), "TB": rule.tile, "STACKED": rule.stacked,
                 "DH": rule.features, "NH": parts(self.D, rule.features),
@@ -98,7 +98,7 @@ class Shape(NamedTuple):
         return parts(parts(table.longest, rows), min(STRETCHES, max(1, count))) * rows
 
     def of_states(self) -> dict[str, Any]:
-        """Arguments of a scan over spans."""
+        """Arguments of a scan over pieces of spans."""
         rows = min(16, triton.next_power_of_2(self.D))
         return {"D": self.D, "V": self.V, "BD": rows, "VP": self.value_width, "LRPE": self.double, "num_warps": 4}
 

@@ -1,7 +1,8 @@
 """How the Triton scan cuts a batch into blocks and spans: index tables, made on the host and kept on the device.
 
-A span is one chain's, and there are as many as fill the card once. What spans add to the state, or ask of it, is summed by
-pieces of them: not every span needs it, so that whole ones would leave multiprocessors without work."""
+A span is one chain's, and there are as many as the card runs at a time, two programs a multiprocessor. What spans add to the
+state, or ask of it, is summed by pieces of them, as many as take the shortest time: not every span's sum is wanted, so that whole
+ones would leave multiprocessors without work."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PROGRAMS = 264  # chains, or sums of pieces, that fill the multiprocessors of a large card twice
+PROGRAMS = 264  # chains, or sums of pieces, that a large card runs at a time, two a multiprocessor
 PIECES = (1, 2, 4, 8, 16)  # of a span
 # Time of a piece's program beside its tokens, and of a scan over pieces at each, in those of a block's sums among two programs
 # of a multiprocessor; and of a block's where there is one (benchmarks/LOG.md, version 24).
@@ -24,13 +25,13 @@ class Tables(NamedTuple):
     """int32 on the device; of a sequence (a batch row or a segment) blocks, spans and pieces are consecutive."""
 
     blocks: Tensor  # [blocks, 4]: batch row, first token, tokens, place in its sequence
-    spans: Tensor  # [spans, 9]: batch row, first token, tokens, first block, its place, sequence, 1 if last, pieces from, to
-    pieces: Tensor  # [pieces, 9]: the same of a piece; place and last are its span's
+    spans: Tensor  # [spans, 9]: batch row, first token, tokens, first block, its place, sequence, 1 if last, first
+    # and last piece
+    pieces: Tensor  # [pieces, 9]: a piece's own, but for place and whether it is the last, its span's; no use of the last two
     block_ranges: Tensor  # [sequences, 2]: first block, blocks
-    piece_ranges: (
-        Tensor  # [sequences, 4]: first piece, pieces; those that are scanned forward and backward, where no more
-    )
-    # than what spans find is wanted: to the last span's first, and back to the first span's last
+    # [sequences, 4]: first piece, pieces; those that are scanned forward and backward where only what spans find is wanted, up to
+    # the last span's first and back to the first span's last.
+    piece_ranges: Tensor
     lengths: Tensor  # [sequences] int64
     piece: int  # blocks in a full piece
     longest: int  # blocks of the longest sequence
@@ -44,13 +45,14 @@ def _parts(lengths: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     return counts, owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
 
 
-def pieces(span: int, summed: int, longest: int, sums: int) -> int:
-    """Pieces of a span, for the shortest time. `summed`: spans whose sum somebody wants; `longest`: of one sequence."""
+def pieces_of(span: int, summed: int, most: int, sums: int) -> int:
+    """How many pieces a span of so many blocks has, for the shortest time of a call that no rank shares. `summed`: spans whose
+    sum somebody wants; `most`: spans of one sequence; `sums`: see `tables`."""
 
     def time(count: int) -> float:
         programs = summed * count * sums
         waves = ALONE if programs <= PROGRAMS // 2 else -(-programs // PROGRAMS)
-        return waves * (span / count + SETUP) + HANDED * longest * count
+        return waves * (span / count + SETUP) + HANDED * most * count
 
     return min((count for count in PIECES if count == 1 or span >= 4 * WINDOW * count), key=time)
 
@@ -79,15 +81,17 @@ def tables(
     cuts = max(1, round(longest / ideal))
     span = -(-longest // cuts)  # equal spans: a short one would be a wave of its own
     wanted = int(((counts + span - 1) // max(1, span)).sum() - (counts > 0).sum()) if cuts > 1 else 0
-    shares = pieces(span, wanted, cuts, sums) if cuts > 1 else 1
+    shares = pieces_of(span, wanted, cuts, sums) if cuts > 1 else 1
     step = math.lcm(WINDOW, shares)
     span = max(step, -(-span // step) * step)
     piece = span // shares
     span_counts, span_owner, span_place = _parts(lengths, span * block)
-    piece_counts, piece_owner, piece_place = _parts(lengths, piece * block)
+    alone = span_counts, span_owner, span_place
+    piece_counts, piece_owner, piece_place = alone if shares == 1 else _parts(lengths, piece * block)
     first_piece = (piece_counts.cumsum(0) - piece_counts)[span_owner] + span_place * shares
+    last_piece = first_piece + (piece_counts[span_owner] - span_place * shares).clamp_max(shares) - 1
 
-    def cut(owner: Tensor, place: Tensor, size: int, span_place: Tensor, *pieces: Tensor) -> Tensor:
+    def cut(owner: Tensor, place: Tensor, size: int, span_place: Tensor, *ends: Tensor) -> Tensor:
         fields = [
             rows[owner],
             begin[owner] + place * size * block,
@@ -97,17 +101,19 @@ def tables(
             owner,
             (span_place == span_counts[owner] - 1).long(),
         ]
-        return torch.stack([*fields, *pieces], 1)
+        return torch.stack([*fields, *ends], 1).to(**on)
 
-    forward = torch.minimum(piece_counts, (span_counts - 1).clamp_min(0) * shares + 1)
-    backward = piece_counts - (piece_counts.clamp_max(shares) - 1).clamp_min(0)
-    none = torch.zeros_like(piece_owner)
-    last_piece = first_piece + (piece_counts[span_owner] - span_place * shares).clamp_max(shares) - 1
     on = {"dtype": torch.int32, "device": device, "non_blocking": True}
+    forward = (span_counts - 1).clamp_min(0) * shares + (counts > 0)
+    backward = (piece_counts - shares).clamp_min(0) + (counts > 0)
+    spans = pieces = cut(span_owner, span_place, span, span_place, first_piece, last_piece)
+    if shares > 1:
+        none = torch.zeros_like(piece_owner)
+        pieces = cut(piece_owner, piece_place, piece, piece_place // shares, none, none)
     return Tables(
         blocks.to(**on),
-        cut(span_owner, span_place, span, span_place, first_piece, last_piece).to(**on),
-        cut(piece_owner, piece_place, piece, piece_place // shares, none, none).to(**on),
+        spans,
+        pieces,
         torch.stack([starts, counts], 1).to(**on),
         torch.stack([piece_counts.cumsum(0) - piece_counts, piece_counts, forward, backward], 1).to(**on),
         lengths.to(device, non_blocking=True),

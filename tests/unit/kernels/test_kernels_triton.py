@@ -12,7 +12,7 @@ import torch
 from lightnet_kernels import additive_scan, backends
 
 pytest.importorskip("triton")
-from lightnet_kernels import triton_shape, triton_tables
+from lightnet_kernels import triton_replay, triton_shape, triton_tables
 
 from tests.gpu import test_scan as on_card
 
@@ -97,6 +97,14 @@ def test_gradients_of_states(case, theta, monkeypatch):
     on_card.state_case(torch.float32, theta, width=24, **case)
 
 
+def forget():
+    """Tables and recordings of calls by rules that have been changed since."""
+    triton_tables.tables.cache_clear()
+    triton_shape.Shape.of.cache_clear()
+    triton_replay._recordings.clear()
+    triton_replay._layouts.clear()
+
+
 @pytest.fixture(params=[1, 2])
 def short_spans(request, monkeypatch):
     """Spans of two blocks, summed whole or block by block, and stretches of four; how many spans there are, given tokens."""
@@ -104,8 +112,8 @@ def short_spans(request, monkeypatch):
     monkeypatch.setattr(triton_shape, "ROWS", {math.inf: (4, 32, 1)})
     monkeypatch.setattr(triton_tables, "PROGRAMS", 10**6)
     monkeypatch.setattr(triton_tables, "WINDOW", 1)
-    monkeypatch.setattr(triton_tables, "pieces", lambda *_: request.param)
-    triton_tables.tables.cache_clear()
+    monkeypatch.setattr(triton_tables, "pieces_of", lambda *_: request.param)
+    forget()
 
     def spans(tokens):
         found = triton_tables.tables(1, tokens, None, 64, 1, 1, torch.device("cpu"))
@@ -113,7 +121,7 @@ def short_spans(request, monkeypatch):
         return len(found.spans)
 
     yield spans
-    triton_tables.tables.cache_clear()
+    forget()
 
 
 @inside
@@ -136,6 +144,7 @@ def test_units_by_stretches(scale, cu_seqlens, monkeypatch):
     found = []
     for whole in (10**6, 1):
         monkeypatch.setattr(triton_shape, "WHOLE", whole)
+        forget()
         output, state = additive_scan(**inputs, **options, backend="triton")
         assert torch.equal(state.max.double(), end.max)
         assert relative(output, exact) < 1e-5 and relative(state.sum, end.sum) < 1e-5
@@ -163,7 +172,8 @@ def test_spans(theta, short_spans):
 @pytest.mark.parametrize(
     ("theta", "sums"),
     [
-        (True, {"tile": 32}),
+        (True, {"tile": 32, "stacked": False}),
+        (True, {"tile": 64, "stacked": False}),
         (True, {"tile": 32, "stacked": True}),
         (True, {"tile": 16, "features": 128, "stacked": True}),
         (False, {"tile": 32, "values": 64}),
@@ -176,9 +186,8 @@ def test_other_ways_to_sum_spans(theta, sums, short_spans, monkeypatch):
     rules = [*triton_shape.LAUNCH["span_sums"]]
     rules[theta] = rules[theta]._replace(**sums)
     monkeypatch.setitem(triton_shape.LAUNCH, "span_sums", tuple(rules))
-    triton_shape.Shape.of.cache_clear()
+    forget()
     table.check(make(1, 400, 1, 72, 20, theta=theta), torch.bfloat16, "cpu")
-    triton_shape.Shape.of.cache_clear()
 
 
 @inside
