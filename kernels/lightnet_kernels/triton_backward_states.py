@@ -106,8 +106,8 @@ def grads_of_first(
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, LRPE: tl.constexpr,
 ):  # fmt: skip
     """From what the first blocks ask (kv's and the pressure, in units of exp(-enter)) to the gradients of initial states, in
-    units of exp(-max), in place. A sequence without tokens hands its state on: it gets those of the last one, if any.
-    One program a (sequence, head, slice of features)."""
+    units of exp(-max), in place. A sequence without tokens hands its state on: it gets those of the last one, if any,
+    but where there is no state yet (max -inf), which counts for nothing. One program a (sequence, head, slice of features)."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, vcol = tl.program_id(2) * BD + tl.arange(0, BD), tl.arange(0, VP)
     start = tl.load(sequences_ptr + sequence * 2).to(tl.int64)
@@ -117,8 +117,8 @@ def grads_of_first(
     total = tl.zeros([BD], tl.float32)
     real = tl.zeros([BD, VP], tl.float32)
     imag = tl.zeros([BD, VP], tl.float32)
+    top = load_vector(max_ptr + state * D, row, D, BD)
     if blocks > 0:
-        top = load_vector(max_ptr + state * D, row, D, BD)
         scale = tl.where(
             top == float("-inf"), 0.0, exp(top - load_vector(enter_ptr + (start * H + head) * D, row, D, BD))
         )
@@ -128,10 +128,11 @@ def grads_of_first(
             imag = scale[:, None] * load_matrix(kv_ptr + state * SIZE + D * V, row, vcol, D, V, BD, VP)
     else:
         if last_kv_ptr is not None:
-            total = load_vector(last_sum_ptr + state * D, row, D, BD)
-            real = load_matrix(last_kv_ptr + state * SIZE, row, vcol, D, V, BD, VP)
+            counts = tl.where(top == float("-inf"), 0.0, 1.0)
+            total = counts * load_vector(last_sum_ptr + state * D, row, D, BD)
+            real = counts[:, None] * load_matrix(last_kv_ptr + state * SIZE, row, vcol, D, V, BD, VP)
             if LRPE:
-                imag = load_matrix(last_kv_ptr + state * SIZE + D * V, row, vcol, D, V, BD, VP)
+                imag = counts[:, None] * load_matrix(last_kv_ptr + state * SIZE + D * V, row, vcol, D, V, BD, VP)
     store_vector(sum_ptr + state * D, row, total, D, BD)
     store_matrix(kv_ptr + state * SIZE, row, vcol, real, D, V, BD, VP)
     if LRPE:

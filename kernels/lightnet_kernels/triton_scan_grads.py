@@ -172,8 +172,10 @@ def backward(
     pushed = new(sequences, heads, shape.D, device=device) if initial is not None else None
     grads = Gradients(*given)
     if not table.blocks.shape[0] or not heads:
-        if final is not None and first is not None:
-            first, pushed = final.grad_kv.clone(), final.grad_sum.clone()
+        if final is not None and initial is not None:
+            counts = initial[0] > float("-inf")  # what is no state yet counts for nothing
+            pushed = final.grad_sum * counts
+            first = (final.grad_kv.unflatten(2, (-1, shape.D)) * counts[:, :, None, :, None]).flatten(2, 3)
         return *grads.all(), None if theta is None else torch.zeros_like(theta), pushed, first
     grad_query, grad_key = grads.next(), grads.next()
     block_grads = torch.empty_like(found.kv)

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from lightnet_kernels import additive_scan, backends
+from lightnet_kernels import ScanState, additive_scan, backends
 
 pytest.importorskip("triton")
 from lightnet_kernels import triton_replay, triton_shape, triton_tables
@@ -95,6 +95,31 @@ def test_strides():
 def test_gradients_of_states(case, theta, monkeypatch):
     monkeypatch.setattr(on_card, "DEVICE", "cpu")
     on_card.state_case(torch.float32, theta, width=24, **case)
+
+
+@inside
+@pytest.mark.parametrize("theta", [True, False])
+@pytest.mark.parametrize("cu_seqlens", [[0, 0, 70], [0, 0, 0]])
+def test_a_sequence_without_tokens_and_a_state(theta, cu_seqlens):
+    """What stands beside a maximum of -inf counts for nothing, and has no gradient; a state's is handed on."""
+    tokens, found = cu_seqlens[-1], {}
+    inputs = make(1, tokens, 1, 8, 6, theta=theta)
+    top = torch.tensor([[[float("-inf")] * 4 + [1.0] * 4], [[2.0] * 8]])
+    rows = (2 if theta else 1) * 8
+    for backend, dtype in (("triton", torch.float32), ("torch", torch.float64)):
+        parts = {name: x.to(dtype).requires_grad_() for name, x in inputs.items()}
+        there = (top > float("-inf")).to(dtype)
+        total = (torch.rand(2, 1, 8, generator=torch.Generator().manual_seed(1)).to(dtype) * there).requires_grad_()
+        kv = torch.randn(2, 1, rows, 6, generator=torch.Generator().manual_seed(2)).to(dtype)
+        kv = (kv * there.repeat(1, 1, rows // 8)[..., None]).requires_grad_()
+        start = ScanState(top.to(dtype), total, kv, torch.tensor([0, 9]))
+        options = {"cu_seqlens": torch.tensor(cu_seqlens), "initial_state": start, "return_state": True}
+        _, end = additive_scan(**parts, **options, backend=backend)
+        weights = [torch.arange(1.0, x.numel() + 1, dtype=dtype).view(x.shape) for x in (end.sum, end.kv)]
+        found[backend] = torch.autograd.grad([end.sum, end.kv], [total, kv], weights)
+    for one, other in zip(found["triton"], found["torch"], strict=True):
+        assert torch.isfinite(one).all() and relative(one, other) < 1e-5
+        assert (one[0, :, :4] == 0).all() and (one[0, :, 4:8] != 0).all()
 
 
 def forget():
