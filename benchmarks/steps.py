@@ -30,6 +30,7 @@ MODULES = {
         "triton_forward",
         "triton_backward",
         "triton_scan",
+        "triton_units",
         "triton_span_sums",
         "triton_bidirectional",
         "triton_exchange",

@@ -33,6 +33,22 @@ def test_bounds_are_of_rows_and_of_documents(rows: int, length: int) -> None:
         assert packed[0] != packed[1] and all(len(found) - len(plain) > 10 for found in packed)
 
 
+def test_all_kernels_of_a_scan_are_its_own() -> None:
+    pytest.importorskip("triton")
+    from lightnet_kernels import triton_scan, triton_scan_grads
+    from steps import own_kernels
+
+    modules = [
+        x for scan in (triton_scan, triton_scan_grads) for name, x in vars(scan).items() if name.endswith("kernels")
+    ]
+    names = {
+        name for x in modules for name, kernel in vars(x).items() if getattr(kernel, "__module__", "") == x.__name__
+    }
+    found = {name: kind for name, kind in own_kernels().items() if name in names}
+    assert len(modules) == 5 and {"scan_units", "span_sums", "chain_grads"} <= {*found}
+    assert set(found.values()) == {"scan"}
+
+
 def test_kernels_have_a_kind() -> None:
     from steps import kind, own_kernels
 
