@@ -25,9 +25,9 @@ class Tables(NamedTuple):
     """int32 on the device; of a sequence (a batch row or a segment) blocks, spans and pieces are consecutive."""
 
     blocks: Tensor  # [blocks, 4]: batch row, first token, tokens, place in its sequence
-    spans: Tensor  # [spans, 9]: batch row, first token, tokens, first block, its place, sequence, 1 if last, first
-    # and last piece
-    pieces: Tensor  # [pieces, 9]: a piece's own, but for place and whether it is the last, its span's; no use of the last two
+    # [spans, 9]: batch row, first token, tokens, first block, its place, sequence, 1 if last, first piece, last piece.
+    spans: Tensor
+    pieces: Tensor  # [pieces, 9]: the same, but place and whether it is the last are its span's, and nobody reads the last two
     block_ranges: Tensor  # [sequences, 2]: first block, blocks
     # [sequences, 4]: first piece, pieces; those that are scanned forward and backward where only what spans find is wanted, up to
     # the last span's first and back to the first span's last.
