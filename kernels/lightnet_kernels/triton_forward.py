@@ -55,6 +55,17 @@ def load_span(spans_ptr, span):
 
 
 @triton.jit
+def load_halves(ptr, row, col, D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, VB: tl.constexpr, LRPE: tl.constexpr):
+    """Both halves of a doubled state; without LRPE the state, and zeros."""
+    real = load_matrix(ptr, row, col, D, V, DH, VB)
+    if LRPE:
+        imag = load_matrix(ptr + D * V, row, col, D, V, DH, VB)
+    else:
+        imag = tl.zeros([DH, VB], tl.float32)
+    return real, imag
+
+
+@triton.jit
 def fill_angles(
     theta_ptr, cos_ptr, sin_ptr, turn_ptr, D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -109,7 +120,7 @@ def chain_states(
     (span, head, slice of features and slice of VB value features)."""
     span = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    batch, first, length, block, _, sequence, last = load_span(spans_ptr, span)
+    batch, first, length, block, place, sequence, last = load_span(spans_ptr, span)
     step, vcol = tl.arange(0, BT), (tl.program_id(2) // NH) * VB + tl.arange(0, VB)
     col = (tl.program_id(2) % NH) * DH + tl.arange(0, DH)
     SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
@@ -119,23 +130,25 @@ def chain_states(
     real = tl.zeros([DH, VB], tl.float32)
     imag = tl.zeros([DH, VB], tl.float32)
     unit = load_vector(enter_ptr + at, col, D, DH)  # of the state
-    if FROM:
-        found = tl.load(spans_ptr + span * SPAN_FIELDS + FIRST_PIECE).to(tl.int64) if FROM == 1 else sequence
-        source = (found * H + head) * SIZE
-        real = load_matrix(from_ptr + source, col, vcol, D, V, DH, VB)
-        if LRPE:
-            imag = load_matrix(from_ptr + source + D * V, col, vcol, D, V, DH, VB)
-        if FROM == 2:
-            unit = load_vector(max0_ptr + (sequence * H + head) * D, col, D, DH)
-        elif tl.load(spans_ptr + span * SPAN_FIELDS + 4) > 0:
+    if FROM == 1:
+        source = (tl.load(spans_ptr + span * SPAN_FIELDS + FIRST_PIECE).to(tl.int64) * H + head) * SIZE
+        if place > 0:
+            real, imag = load_halves(from_ptr + source, col, vcol, D, V, DH, VB, LRPE)
             unit = load_vector(leave_ptr + at - H * D, col, D, DH)
         elif max0_ptr is not None:
+            real, imag = load_halves(from_ptr + source, col, vcol, D, V, DH, VB, LRPE)
             unit = load_vector(max0_ptr + (sequence * H + head) * D, col, D, DH)
+    if FROM == 2:
+        real, imag = load_halves(from_ptr + (sequence * H + head) * SIZE, col, vcol, D, V, DH, VB, LRPE)
+        unit = load_vector(max0_ptr + (sequence * H + head) * D, col, D, DH)
     if LRPE:
         cos_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D), col, D, DH)
         sin_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D) + D, col, D, DH)
         cos_turn, sin_turn = tl.full([DH], 1.0, tl.float32), tl.zeros([DH], tl.float32)
     for i in tl.range(0, tl.cdiv(length, BT), num_stages=STAGES):
+        if LRPE and FROM == 1:  # sooner than elsewhere: so compiled a chain from a state takes no longer than one from none
+            cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
+            sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
         present = i * BT + step < length
         keys = load_keys(k_ptr + (first + i * BT) * skn, step, skn, col, present, D, DH)
         value = load_rows(v_ptr + (first + i * BT) * svn, step, svn, vcol, present, V, VB).to(OP)
@@ -151,9 +164,10 @@ def chain_states(
             store_matrix(kv_ptr + at * (SIZE // D) + D * V, col, vcol, imag, D, V, DH, VB)
         moved = exp(enter - leave)[:, None]
         weight = exp(keys - leave[None, :])
-        if LRPE:
+        if LRPE and FROM != 1:
             cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
             sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
+        if LRPE:
             real = tl.dot(tl.trans((weight * cos).to(OP)), value, real * moved, input_precision=PREC)
             imag = tl.dot(tl.trans((weight * sin).to(OP)), value, imag * moved, input_precision=PREC)
         else:

@@ -23,7 +23,7 @@ from . import triton_units as unit_kernels
 from .state import ScanState
 from .triton_launch import launch
 from .triton_parts import BLOCK
-from .triton_shape import STRETCHES, Shape, parts, shape_of
+from .triton_shape import STRETCHES, UNITS, Shape, parts, shape_of
 from .triton_tables import Tables, tables
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -127,20 +127,19 @@ def fill_units(
         key, table.blocks, enter, leave, mass, *strides(key), shape.heads,
         D=shape.D, DP=triton.next_power_of_2(shape.D), BT=BLOCK, num_warps=2,
     )  # fmt: skip
-    sequences, arguments = table.lengths.shape[0], shape.rows_at_once(table)
-    slices = parts(shape.D, arguments["DP"])
-    stretch = shape.stretch(table, slices, arguments["ROWS"])
+    sequences, slices = table.lengths.shape[0], parts(shape.D, UNITS["DP"])
+    stretch = shape.stretch(table, slices)
     stretches = parts(table.longest, stretch)
     tops = totals = None
     if stretches > 1:
         tops, totals = (torch.empty(sequences, shape.heads, shape.D, STRETCHES, device=key.device) for _ in range(2))
         launch(kernels.stretch_totals, (sequences, shape.heads, slices * (stretches - 1)))(
             table.block_ranges, leave, mass, tops, totals, shape.heads, stretch, D=shape.D, SLICES=slices, MOST=STRETCHES,
-            **arguments,
+            **UNITS,
         )  # fmt: skip
     launch(kernels.scan_units, (sequences, shape.heads, slices * stretches))(
         table.block_ranges, enter, leave, mass, flag, *initial, *final, tops, totals, shape.heads, stretch, D=shape.D,
-        SLICES=slices, MOST=STRETCHES, INITIAL=initial[0] is not None, FINAL=final[0] is not None, **arguments,
+        SLICES=slices, MOST=STRETCHES, INITIAL=initial[0] is not None, FINAL=final[0] is not None, **UNITS,
     )  # fmt: skip
 
 

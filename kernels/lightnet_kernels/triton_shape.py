@@ -87,13 +87,14 @@ class Shape(NamedTuple):
         return ((blocks, self.heads), 0), ((parts(blocks * self.heads, EXACT), 1), EXACT)
 
     def rows_at_once(self, table: Tables) -> dict[str, int]:
-        """Blocks and features that a program of a scan over a sequence's blocks takes at once, and its warps."""
+        """Blocks and features that a program of a scan over a sequence's pressures takes at once, and its warps."""
         blocks = table.blocks.shape[0] / max(1, table.lengths.shape[0])
         rows, lanes, warps = next(value for most, value in ROWS.items() if blocks <= most)
         return {"ROWS": rows, "DP": lanes, "num_warps": warps}
 
-    def stretch(self, table: Tables, slices: int, rows: int) -> int:
-        """Blocks of a sequence that one program of units looks at, `rows` at once: many sequences fill the card whole."""
+    def stretch(self, table: Tables, slices: int) -> int:
+        """Blocks of a sequence that one program of units looks at: many sequences fill the card whole."""
+        rows = UNITS["ROWS"]
         count = 1 if table.longest <= WHOLE else FULL // (table.lengths.shape[0] * self.heads * slices)
         return parts(parts(table.longest, rows), min(STRETCHES, max(1, count))) * rows
 
@@ -122,10 +123,11 @@ class Sums(NamedTuple):
     stacked: bool = False  # both halves of a doubled state by one product; with LRPE
 
 
-# Blocks of a sequence, at most: rows and features that a program of a scan over them takes at once, and its warps.
+# Blocks and features that a program of units takes at once, and its warps; of pressures, by a sequence's blocks at most.
+UNITS = {"ROWS": 16, "DP": 32, "num_warps": 1}
 ROWS = {64: (16, 32, 1), 1024: (64, 32, 4), math.inf: (128, 8, 4)}
-FULL = 1056  # programs of units: they fill a large card
-STRETCHES, WHOLE = 16, 128  # of a sequence's blocks, at most; up to so many blocks there is one
+FULL = 8448  # programs of units: they fill a large card
+STRETCHES, WHOLE = 64, 64  # of a sequence's blocks, at most; up to so many blocks there is one
 # Without and with LRPE, as measured (benchmarks/LOG.md).
 LAUNCH: dict[str, tuple[Rule | Sums, Rule | Sums]] = {
     "chain_states": (Rule(3), Rule(2)),
