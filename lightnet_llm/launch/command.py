@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import shlex
 import shutil
@@ -11,9 +13,10 @@ from pathlib import Path
 from ..errors import UserError
 from ..training.failures import VARIABLE
 from .host import FAILED, RANK, threads, write_handover
-from .hosts import free_port, free_port_on, is_here, master_address, write_hostfile
+from .hosts import free_port, free_port_on, is_here, master_address
 
-LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.runner"]
+# What the `deepspeed` command starts on each host; that command itself would import all of DeepSpeed once more before.
+LAUNCHER = [sys.executable, "-m", "deepspeed.launcher.launch"]
 TRAINING = "lightnet_llm.training.main"
 # Never ask for a password; notice a host that is gone within 20 s.
 SSH_OPTIONS = "-o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 -o ServerAliveCountMax=4"
@@ -66,12 +69,13 @@ def local_command(name: str, overrides: tuple[str, ...], world: int) -> list[str
             f"{world} ranks, but CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} names {len(visible)} GPUs; "
             f"name as many, unset it, or start with --gpus {len(visible)}"
         )
-    if visible:
-        where = ["--include", "localhost:" + ",".join(visible[:world])]
-    else:
-        where = ["--num_nodes", "1", "--num_gpus", str(world)]
-    port = ["--master_port", str(free_port())]
-    return [*LAUNCHER, "--hostfile", os.devnull, *where, *port, *_training(name, overrides)]
+    have = device_count()
+    if 0 < have < world:
+        raise UserError(
+            f"{world} ranks, but this machine has {have} GPU(s); start with --gpus {have}, or name hosts with --hostfile"
+        )
+    gpus = [int(name) for name in visible[:world]] or list(range(world))
+    return _launcher({"localhost": gpus}, "127.0.0.1", free_port(), "0", name, overrides)
 
 
 def hosts_command(
@@ -83,7 +87,7 @@ def hosts_command(
         name: the configuration as given; the hosts share the working directory.
         overrides: ``key=value``; any characters.
         hosts: slots by host name.
-        folder: existing or new folder that all hosts share, the run folder; receives the host file and the handover.
+        folder: existing or new folder that all hosts share, the run folder; receives the handover.
         environment: passed on whole, but for what belongs to a host or a rank; names this start's folder of last words.
 
     Raises:
@@ -98,10 +102,9 @@ def hosts_command(
             "each host by hand: lightnet launch CONFIG --emit torchrun"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    write_hostfile(folder / "hostfile", hosts)
     port = free_port_on(first, ["ssh", *shlex.split(ssh_arguments())])
-    command = [*LAUNCHER, "--hostfile", str(folder / "hostfile"), "--no_ssh", "--node_rank", RANK]
-    command += ["--master_addr", master_address(hosts), "--master_port", str(port), *_training(name, overrides)]
+    gpus = {host: list(range(slots)) for host, slots in hosts.items()}
+    command = _launcher(gpus, master_address(hosts), port, RANK, name, overrides)
     write_handover(folder / HANDOVER, command, hosts, environment, Path(environment[VARIABLE]) / FAILED)
     on_host = [sys.executable, "-m", "lightnet_llm.launch.host", str(folder / HANDOVER)]
     if alone:
@@ -112,8 +115,13 @@ def hosts_command(
     return ["pdsh", "-S", "-b", "-R", "ssh", "-f", str(len(hosts)), "-w", ",".join(hosts), words]
 
 
-def _training(name: str, overrides: tuple[str, ...]) -> list[str]:
-    return ["--module", TRAINING, "--config", name, "--launched", *overrides]
+def _launcher(
+    gpus: dict[str, list[int]], address: str, port: int, host: str, name: str, overrides: tuple[str, ...]
+) -> list[str]:
+    """One host's launcher. gpus: numbers by host; host: its index."""
+    world = base64.urlsafe_b64encode(json.dumps(gpus).encode()).decode()
+    where = ["--world_info", world, "--node_rank", host, "--master_addr", address, "--master_port", str(port)]
+    return [*LAUNCHER, *where, "--module", TRAINING, "--config", name, "--launched", *overrides]
 
 
 def ssh_arguments() -> str:

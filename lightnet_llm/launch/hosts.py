@@ -53,11 +53,6 @@ def read_hostfile(path: Path | str) -> dict[str, int]:
     return hosts
 
 
-def write_hostfile(path: Path, hosts: dict[str, int]) -> None:
-    """What :func:`read_hostfile` reads."""
-    path.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items()), encoding="utf-8")
-
-
 def _address(host: str) -> str:
     try:
         return str(socket.getaddrinfo(host, None, family=socket.AF_INET)[0][4][0])

@@ -19,7 +19,6 @@ from lightnet_llm.cli.launch import KINDS
 from lightnet_llm.config import dump_config, load_config
 from lightnet_llm.errors import UserError
 from lightnet_llm.launch import kubernetes, slurm
-from lightnet_llm.launch.hosts import write_hostfile
 from lightnet_llm.launch.job import Job, job_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -177,7 +176,7 @@ def test_deepspeed_script(job: Job, tmp_path: Path) -> None:
 
     hosts = {f"h{i}": job.launch.gpus_per_node for i in range(job.launch.nodes)}
     hostfile = tmp_path / "host file"
-    write_hostfile(hostfile, hosts)
+    hostfile.write_text("".join(f"{host} slots={slots}\n" for host, slots in hosts.items()))
     many = job.launch.nodes > 1
     ((name, words, _, _),) = recorded(job, "deepspeed", tmp_path, *([str(hostfile)] if many else []))
     assert name == "lightnet" and words[0] == "train"
@@ -403,7 +402,7 @@ def test_command_writes_or_prints(source: str, tmp_path: Path) -> None:
 
 
 def test_host_file_names_the_first_host(source: str, tmp_path: Path) -> None:
-    write_hostfile(tmp_path / "hosts", {"alpha": 8, "beta": 8})
+    (tmp_path / "hosts").write_text("alpha slots=8\nbeta slots=8\n")
     arguments = ["launch", source, "launch.nodes=2", "--hostfile", str(tmp_path / "hosts"), "--emit"]
     assert "{2:-alpha}" in CliRunner().invoke(main, [*arguments, "torchrun"]).output
     assert f"{{1:-{tmp_path / 'hosts'}}}" in CliRunner().invoke(main, [*arguments, "deepspeed"]).output
@@ -430,7 +429,7 @@ def test_refused(overrides: list[str], message: str, source: str) -> None:
 
 
 def test_host_file_must_fit(source: str, tmp_path: Path) -> None:
-    write_hostfile(tmp_path / "hosts", {"a": 8, "b": 4})
+    (tmp_path / "hosts").write_text("a slots=8\nb slots=4\n")
     with pytest.raises(
         UserError, match=r"has 2 host\(s\) \(a slots=8, b slots=4\), but the run wants launch.nodes 2 with"
     ):

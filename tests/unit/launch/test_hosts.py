@@ -1,5 +1,6 @@
 """Host files, addresses, ports; what reaches a host; the command that starts them."""
 
+import base64
 import json
 import os
 import signal
@@ -61,15 +62,6 @@ def test_good_host_file_keeps_its_order(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# ours\r\nz-1.example.org\tslots=8  # first\r\n\r\n   10.0.0.2   slots=4")
     assert list(hosts.read_hostfile(path).items()) == [("z-1.example.org", 8), ("10.0.0.2", 4)]
-    hosts.write_hostfile(path, {"b": 1, "a": 2})
-    assert list(hosts.read_hostfile(path).items()) == [("b", 1), ("a", 2)]
-
-
-def test_deepspeed_reads_what_we_write(tmp_path: Path) -> None:
-    from deepspeed.launcher.runner import fetch_hostfile
-
-    hosts.write_hostfile(tmp_path / "hosts", {"b": 1, "10.0.0.2": 12})
-    assert dict(fetch_hostfile(str(tmp_path / "hosts"))) == {"b": 1, "10.0.0.2": 12}
 
 
 def test_free_port_is_free_and_below_the_range_of_outgoing_connections() -> None:
@@ -222,6 +214,12 @@ def test_first_failing_host_ends_the_others(tmp_path: Path) -> None:
 
 
 # The command ----------------------------------------------------------------------------------------------------------
+def _world(words: list[str]) -> dict[str, list[int]]:
+    """GPUs by host, as DeepSpeed's launcher reads them."""
+    found: dict[str, list[int]] = json.loads(base64.urlsafe_b64decode(words[words.index("--world_info") + 1]))
+    return found
+
+
 def test_command_for_hosts_is_plain_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "free_port_on", lambda *_: 12345)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
@@ -239,18 +237,25 @@ def test_command_for_hosts_is_plain_words(tmp_path: Path, monkeypatch: pytest.Mo
     assert content["failed"] == str(tmp_path / "1" / "failed_host")
     assert launcher[launcher.index("--master_addr") + 1] == "10.9.0.1"
     assert launcher[-5:] == ["lightnet_llm.training.main", "--config", "c.yaml", "--launched", "a=$x y"]
-    from deepspeed.launcher.runner import parse_args
+    from deepspeed.launcher.launch import parse_args
 
-    parsed = parse_args([word if word != "{rank}" else "1" for word in launcher[3:]])
-    assert parsed.no_ssh and parsed.node_rank == 1 and parsed.master_port == 12345 and parsed.module
+    monkeypatch.setattr("sys.argv", [word if word != "{rank}" else "1" for word in launcher[2:]])
+    parsed = parse_args()
+    assert parsed.node_rank == 1 and parsed.master_port == 12345 and parsed.module
+    assert _world(launcher) == {"10.9.0.1": [0, 1], "10.9.0.2": [0, 1, 2, 3]}
 
 
 def test_fewer_visible_gpus_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    words = command.local_command("c", (), 2)
-    assert words[words.index("--include") + 1] == "localhost:2,3"
+    assert _world(command.local_command("c", (), 2)) == {"localhost": [2, 3]}
     with pytest.raises(
         UserError, match=r"^4 ranks, but CUDA_VISIBLE_DEVICES=2,3 names 2 GPUs; .* or start with --gpus 2$"
+    ):
+        command.local_command("c", (), 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(command, "device_count", lambda: 2)
+    with pytest.raises(
+        UserError, match=r"^4 ranks, but this machine has 2 GPU\(s\); start with --gpus 2, or name hosts"
     ):
         command.local_command("c", (), 4)
 
