@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compiling import constant_result
 from .recording import python_looks
 
 MAX_WIDTH = 128
@@ -147,7 +148,7 @@ def check_exchange(name: str, exchange: Any, method: str) -> None:
         )
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def only_torch() -> bool:
     """Whether the environment has LIGHTNET_KERNELS=torch: "auto" is then PyTorch everywhere, as for finding out whether a
     kernel is at fault."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_backend
+from .compiling import constant_result
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -67,7 +68,7 @@ def _unsupported(tensors: list[Tensor], module: str) -> str | None:
     return unsupported_device(module, device.type, device.index)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def unsupported_device(module: str, kind: str, index: int | None) -> str | None:
     """Why a module of Triton kernels does not run on such a device, or None."""
     found = kernels(module)

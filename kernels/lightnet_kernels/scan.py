@@ -17,6 +17,7 @@ from .checks import (
     check_state_tensors,
 )
 from .companions import kernels
+from .compiling import constant_result, uncompiled
 from .state import ScanState, identity_state, merge_states
 
 
@@ -44,7 +45,7 @@ class ScanExchange(Protocol):
 _BACKENDS: dict[str, Any] = {"reference": reference, "torch": torch_scan}
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _has_triton() -> bool:
     return _import_triton()
 
@@ -250,7 +251,7 @@ def additive_scan(
     return output, _in_dtype(state, state_dtype)
 
 
-@torch.compiler.disable
+@uncompiled
 def _of_a_rank(
     query: Tensor,
     key: Tensor,

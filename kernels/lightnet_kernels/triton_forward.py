@@ -55,7 +55,9 @@ def load_span(spans_ptr, span):
 
 
 @triton.jit
-def load_halves(ptr, row, col, D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, VB: tl.constexpr, LRPE: tl.constexpr):
+def load_halves(
+    ptr, row, col, D: tl.constexpr, V: tl.constexpr, DH: tl.constexpr, VB: tl.constexpr, LRPE: tl.constexpr
+):
     """Both halves of a doubled state; without LRPE the state, and zeros."""
     real = load_matrix(ptr, row, col, D, V, DH, VB)
     if LRPE:
@@ -146,7 +148,9 @@ def chain_states(
         sin_on = load_vector(turn_ptr + (head * (BT + 1) + BT) * (2 * D) + D, col, D, DH)
         cos_turn, sin_turn = tl.full([DH], 1.0, tl.float32), tl.zeros([DH], tl.float32)
     for i in tl.range(0, tl.cdiv(length, BT), num_stages=STAGES):
-        if LRPE and FROM == 1:  # sooner than elsewhere: so compiled a chain from a state takes no longer than one from none
+        if (
+            LRPE and FROM == 1
+        ):  # sooner than elsewhere: so compiled a chain from a state takes no longer than one from none
             cos = load_angles(cos_ptr, head, step, col, D, DH, BT)
             sin = load_angles(sin_ptr, head, step, col, D, DH, BT)
         present = i * BT + step < length

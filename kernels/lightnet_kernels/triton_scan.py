@@ -20,6 +20,7 @@ from torch import Tensor
 from . import triton_forward as forward_kernels
 from . import triton_span_sums as span_kernels
 from . import triton_units as unit_kernels
+from .compiling import constant_result
 from .state import ScanState
 from .triton_launch import launch
 from .triton_parts import BLOCK
@@ -274,12 +275,12 @@ def empty_states(shape: Shape, sequences: int, device: torch.device) -> tuple[Te
     )
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _card(device: torch.device) -> tuple[int, str]:
     return torch.cuda.get_device_capability(device)[0], torch.cuda.get_device_name(device)
 

@@ -37,9 +37,8 @@ def resolve(config: RunConfig, world: int) -> dict[str, Any]:
     Raises:
         UserError: the layout does not fit the ranks or the batch.
     """
-    import torch
-
     from ..models import build_model, count_parameters
+    from ..models.parameters import shapes_alone
     from ..parallel.holdings import rank_table
     from ..parallel.legality import legal_layout
     from ..training.schedule import budget_of
@@ -47,7 +46,7 @@ def resolve(config: RunConfig, world: int) -> dict[str, Any]:
     layout = legal_layout(config, world)
     budget = budget_of(config, layout.data)
     deepspeed_config(config, layout.data, layout.sequence)
-    with torch.device("meta"):
+    with shapes_alone():
         parameters = count_parameters(build_model(config.model))
     return {
         "name": config.train.name,

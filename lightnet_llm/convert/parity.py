@@ -19,6 +19,7 @@ from ..models.backbone import at_grid, embed_grid
 from ..models.classifier import classify
 from ..models.context import ForwardContext
 from ..models.layers import PlainLayers
+from ..models.parameters import shapes_alone
 from ..models.sequence_classifier import mean_of_tokens
 from .tokenizer import Vocabulary
 
@@ -67,7 +68,7 @@ def logits(model: ModelConfig, read: Read, inputs: Tensor) -> Tensor:
         inputs: as of :func:`real_inputs`.
     """
     layers = PlainLayers(vocab_multiple=1)
-    with torch.device("meta"):
+    with shapes_alone():
         built: Any = build_model(model, layers)
     context = ForwardContext()
     with _filled(built, "embedding.", read):

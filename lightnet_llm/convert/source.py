@@ -23,7 +23,7 @@ from ..errors import UserError, nearest
 from ..inference.load import find_tokenizer, read_config, tokenizer_file
 from ..models import build_model
 from ..models.layers import PlainLayers
-from ..models.parameters import ParameterSpec, spec_of, unshard
+from ..models.parameters import ParameterSpec, shapes_alone, spec_of, unshard
 from .masters import Masters
 from .names import HEADS, to_training
 from .tokenizer import Vocabulary, beside
@@ -72,7 +72,7 @@ class Source:
 
 def specs_of(model: ModelConfig) -> dict[str, ParameterSpec]:
     """Every parameter of an architecture, by name; allocates nothing."""
-    with torch.device("meta"):
+    with shapes_alone():
         built = build_model(model, PlainLayers(vocab_multiple=1))
     return {name: spec_of(parameter) for name, parameter in built.named_parameters()}
 

@@ -18,7 +18,7 @@ from ..checkpoint.weights import folder_of, load_into, load_weights
 from ..config import RunConfig, validate
 from ..errors import UserError
 from ..models import CausalLM, Denoiser, ImageClassifier, SequenceClassifier, initialize
-from ..models.parameters import declare, spec_of
+from ..models.parameters import declare, shapes_alone, spec_of
 
 Image = TypeVar("Image", ImageClassifier, Denoiser, SequenceClassifier)
 
@@ -190,7 +190,7 @@ def choose_dtype(dtype: str | torch.dtype | None, config: RunConfig, device: tor
 
 def allocate(config: RunConfig, device: torch.device, dtype: torch.dtype) -> CausalLM:
     """The model with uninitialised weights: drawing initial values would take longer than reading trained ones."""
-    with torch.device("meta"):
+    with shapes_alone():
         model = CausalLM(config.model)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

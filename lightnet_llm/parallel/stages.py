@@ -6,12 +6,12 @@ import functools
 import logging
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from ..config.model import ModelConfig
 from ..models import build_model
 from ..models.layers import PlainLayers
+from ..models.parameters import shapes_alone
 
 
 class PartLayers(PlainLayers):
@@ -44,7 +44,7 @@ def unit_parameters(config: ModelConfig, tensor_parallel: int) -> list[list[nn.P
 @functools.lru_cache(maxsize=32)  # a plan asks for every layout
 def _unit_parameters(text: str, tensor_parallel: int) -> list[list[nn.Parameter]]:
     config = ModelConfig.model_validate_json(text)
-    with torch.device("meta"):
+    with shapes_alone():
         model = build_model(config, PartLayers(tensor_parallel))
     held: dict[str, list[nn.Parameter]] = {unit: [] for unit in units(config)}
     for name, parameter in model.named_parameters():

@@ -17,6 +17,7 @@ from ..config.deepspeed import PREFETCHED, block_elements, deepspeed_config, eff
 from ..config.run import RunConfig
 from ..errors import UserError
 from ..models import CausalLM, count_parameters
+from ..models.parameters import shapes_alone
 from ..parallel import stages
 from ..parallel.holdings import Holding, stage_holdings
 from ..parallel.layout import Layout
@@ -264,7 +265,7 @@ class Parts:
     @cached_property
     def model_parameters(self) -> int:
         """Exact, of the whole model, padding not counted."""
-        with torch.device("meta"):
+        with shapes_alone():
             return count_parameters(CausalLM(self.config.model))
 
     def of(self, choice: Choice, world: int) -> list[Part]:

@@ -39,11 +39,26 @@ def test_garbage_is_collected_again() -> None:
         gc.enable()
 
 
-def test_a_rank_imports_nothing_that_no_step_needs() -> None:
+RUNS = {
+    "rank": ("import lightnet_llm.training.loop", NEEDLESS),
+    "start": (
+        "from lightnet_llm.cli import main; main(['train', 'pile_150m', '--dry-run'], standalone_mode=False)",
+        [*NEEDLESS, "torch._dynamo", "deepspeed", "megatron"],
+    ),
+    "plan": (
+        "from lightnet_llm.cli import main; main(['plan', 'pile_150m', '--gpus', '2'], standalone_mode=False)",
+        [*NEEDLESS, "torch._dynamo", "megatron"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_is_imported_that_is_not_needed(name: str) -> None:
     """On a CPU; each of these takes seconds."""
+    run, needless = RUNS[name]
     code = (
-        "import sys; from lightnet_llm.imports import without_compiler; without_compiler(); import lightnet_llm.training.loop;"
-        f"print([name for name in {NEEDLESS} if name in sys.modules])"
+        f"import sys; from lightnet_llm.imports import without_compiler; without_compiler(); {run};"
+        f"print([name for name in {needless} if name in sys.modules])"
     )
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
     environment.pop("TORCHDYNAMO_DISABLE", None)

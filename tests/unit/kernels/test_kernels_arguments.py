@@ -15,6 +15,7 @@ from lightnet_kernels import (
     shift_state,
     toeplitz_scan,
 )
+from lightnet_kernels.compiling import constant_result, uncompiled
 
 X = torch.randn(1, 10, 2, 8)
 LONG = torch.int64
@@ -126,3 +127,29 @@ def test_padding_cu_seqlens_changes_nothing():
     padded, longer = additive_scan(X, X, X, cu_seqlens=cuts(0, 4, 10, 10, 10, 10), return_state=True)
     assert torch.equal(plain, padded) and torch.equal(longer.kv[:2], state.kv)
     assert (longer.max[2:] == -torch.inf).all() and not longer.length[2:].any()
+
+
+def test_what_the_compiler_is_told_of_functions():
+    calls = []
+
+    @constant_result
+    def once():
+        calls.append(torch.compiler.is_compiling())
+        return len(calls)
+
+    def constant(x):
+        return x + once()
+
+    run = torch.compile(constant, backend="eager", fullgraph=True)
+    assert run(torch.zeros(2)).tolist() == run(torch.zeros(2)).tolist() == [1, 1]
+
+    @uncompiled
+    def apart(x):
+        calls.append(torch.compiler.is_compiling())
+        return x + 1
+
+    assert apart(torch.zeros(1)).item() == 1
+    assert torch.compile(lambda x: apart(x) * 2, backend="eager")(torch.zeros(1)).item() == 2
+    assert calls[1:] == [False, False]
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(lambda x: apart(x) * 2, backend="eager", fullgraph=True)(torch.zeros(1))
