@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tqdm import tqdm
@@ -16,7 +17,7 @@ from ..parallel.legality import Choice, choice_of, choices, legal_layout, proble
 from ..training.metrics import flops_per_token
 from .hardware import Hardware
 from .memory import Memory, Part, Parts, distinct, with_choice
-from .step_time import StepTime, step_time
+from .step_time import StepTime, computing, step_time
 from .traffic import Moved, traffic
 
 GIB = 2**30
@@ -31,12 +32,11 @@ class Row:
     Attributes:
         parameters: on each pipeline stage's ranks, padding included.
         stage: the pipeline stage that needs most memory; ``memory`` is its.
-        largest_micro_batch: by ``parallel.recompute_every``; whatever the batch, and with a full pipeline: with fewer
-            micro-batches than stages ``micro_batch`` may be more. 0: none fits.
         moved: of the stage that sends most.
         refused: the limit that is passed, None where the layout fits.
         close: whether it fits with less than ``CLOSE`` of the memory to spare.
         block, block_again: bytes that a block keeps of a micro-batch, and one that is computed again.
+        held, ways, hardware: what :attr:`largest_micro_batch` is worked out from.
     """
 
     choice: Choice
@@ -47,13 +47,21 @@ class Row:
     parameters: list[int]
     stage: int
     memory: Memory
-    largest_micro_batch: dict[int, int]
     moved: list[Moved]
     time: StepTime
     refused: str | None
     close: bool
     block: int
     block_again: int
+    held: list[Part] = field(repr=False, compare=False)
+    ways: list[int] = field(repr=False, compare=False)
+    hardware: Hardware = field(repr=False, compare=False)
+
+    @cached_property
+    def largest_micro_batch(self) -> dict[int, int]:
+        """By ``parallel.recompute_every``; whatever the batch, and with a full pipeline: with fewer micro-batches than
+        stages ``micro_batch`` may be more. 0: none fits."""
+        return {every: largest_micro_batch(self.held, every, self.hardware) for every in self.ways}
 
     def name(self) -> str:
         """In words, such as ``tensor 2 x data 4, ZeRO 1``."""
@@ -172,7 +180,7 @@ class Plan:
         text = f"no layout of this run fits {self.world} x {self.hardware.key}: the smallest, {least.name()}, {least.refused}"
         parts = Parts(self.config)
         for times in (2, 4, 8, 16, 32, 64):
-            more = find(self.config, self.world * times, self.hardware, parts, lambda _: True)
+            more = find(self.config, self.world * times, self.hardware, parts)
             if more is not None and more.fitting:
                 return f"{text}; it fits from --gpus {self.world * times} on, as {more.recommended.name()}"
         return f"{text}; use a smaller data.sequence_length or a card with more memory"
@@ -189,12 +197,12 @@ def find(
 
     Args:
         parts: of the same model, to share what was worked out for another number of cards.
-        wanted: may leave choices out; largest micro-batches are then left out, too.
+        wanted: may leave choices out.
     """
     parts, hardware = parts or Parts(config), hardware.in_hosts_of(per_host(config, world, hardware))
     legal = list(legal_choices(config, world, wanted))
     rows = [
-        _row(config, parts, choice, micros, world, hardware, largest=wanted is None)
+        _row(config, parts, choice, micros, world, hardware)
         for choice, micros in tqdm(
             legal, f"layouts on {world} cards", leave=False, delay=3, disable=None, file=sys.stderr
         )
@@ -278,6 +286,32 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // size for size in small)})
 
 
+def _best(
+    held: list[Part], micros: list[int], every_way: list[int], samples: int, hardware: Hardware
+) -> tuple[int, int, StepTime]:
+    """Micro-batch, recomputation and step: the shortest of those that leave some memory, else that fit, else the smallest.
+    A larger micro-batch needs more memory."""
+
+    def needed(micro: int, every: int) -> int:
+        return worst(held, micro, every, samples // micro, hardware)[1].total
+
+    for limit in (_roomy(hardware), hardware.memory_bytes):
+        fit = {every: bisect_right(micros, limit, key=lambda micro: needed(micro, every)) for every in every_way}
+        ways = [(micro, every) for every, count in fit.items() for micro in micros[:count]]
+        if ways:
+            break
+    else:
+        ways = [(micros[0], min(every_way, key=lambda every: needed(micros[0], every)))]
+    best: tuple[float, int, int] | None = None
+    for micro, every in sorted(ways, key=lambda way: (-way[0], way[1])):  # most often the largest is the fastest
+        if best is None or computing(held, micro, every, samples // micro, hardware) <= best[0]:
+            score = step_time(held, micro, every, samples // micro, hardware).total, micro, every
+            best = score if best is None else min(best, score)
+    assert best is not None
+    _, micro, every = best
+    return micro, every, step_time(held, micro, every, samples // micro, hardware)
+
+
 def _row(
     config: RunConfig,
     parts: Parts,
@@ -286,28 +320,15 @@ def _row(
     world: int,
     hardware: Hardware,
     recomputes: list[int] | None = None,
-    largest: bool = True,
 ) -> Row:
     """The best way to run one layout."""
     held, data = parts.of(choice, world), world // choice.model
     every_way = recomputes if recomputes is not None else sorted({0, 1, config.parallel.recompute_every})
-    best: tuple[tuple[bool, bool, float], int, int, int, Memory, StepTime] | None = None
-    for micro in micros:
-        accumulation = config.train.global_batch // (micro * data)
-        if best is not None and best[0][0]:
-            break  # the smallest does not fit in any way, and more needs more
-        for every in every_way:
-            stage, memory = worst(held, micro, every, accumulation, hardware)
-            over = memory.total > hardware.memory_bytes
-            if over and best is not None and (not best[0][0] or best[0][2] <= memory.total):
-                continue
-            time = step_time(held, micro, every, accumulation, hardware)
-            score = (over, _close(memory, hardware), float(memory.total) if over else time.total)
-            if best is None or score < best[0]:
-                best = score, micro, every, stage, memory, time
-    assert best is not None
-    (over, close, _), micro, every, stage, memory, time = best
-    accumulation = config.train.global_batch // (micro * data)
+    samples = config.train.global_batch // data
+    micro, every, time = _best(held, micros, every_way, samples, hardware)
+    accumulation = samples // micro
+    stage, memory = worst(held, micro, every, accumulation, hardware)
+    over = memory.total > hardware.memory_bytes
     moved = [traffic(part, micro, every, accumulation, hardware) for part in distinct(held)]
     refused = None
     if over:
@@ -318,14 +339,15 @@ def _row(
         )
     return Row(
         choice, data, micro, every, accumulation, [part.parameters for part in held], stage, memory,
-        {every: largest_micro_batch(held, every, hardware) for every in every_way if largest},
-        max(moved, key=lambda stage: sum(one.bytes for one in stage)), time, refused, close and not over,
-        held[0].sizes(micro).block.total, held[0].sizes(micro).again.total,
+        max(moved, key=lambda stage: sum(one.bytes for one in stage)), time, refused,
+        not over and memory.total > _roomy(hardware),
+        held[0].sizes(micro).block.total, held[0].sizes(micro).again.total, held, every_way, hardware,
     )  # fmt: skip
 
 
-def _close(memory: Memory, hardware: Hardware) -> bool:
-    return memory.total > (1 - CLOSE) * hardware.memory_bytes
+def _roomy(hardware: Hardware) -> float:
+    """Bytes up to which a layout leaves some memory."""
+    return (1 - CLOSE) * hardware.memory_bytes
 
 
 def worst(held: list[Part], micro_batch: int, every: int, accumulation: int, hardware: Hardware) -> tuple[int, Memory]:

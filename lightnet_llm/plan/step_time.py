@@ -119,6 +119,12 @@ def block_seconds(work: Work, hardware: Hardware) -> tuple[float, float, float]:
     return 3 * _products(work, hardware), _scan(work, hardware), _elementwise(work, hardware)
 
 
+def computing(parts: list[Part], micro_batch: int, every: int, accumulation: int, hardware: Hardware) -> float:
+    """Seconds that a step takes at least: what the slowest stage computes, and the pipeline's bubble."""
+    slowest = max(_Stage(part, micro_batch, every, hardware).seconds for part in distinct(parts))
+    return (accumulation + len(parts) - 1) * slowest
+
+
 def step_time(parts: list[Part], micro_batch: int, every: int, accumulation: int, hardware: Hardware) -> StepTime:
     """Of all stages of a layout together."""
     count, parts = len(parts), distinct(parts)

@@ -129,7 +129,11 @@ def test_padding_cu_seqlens_changes_nothing():
     assert (longer.max[2:] == -torch.inf).all() and not longer.length[2:].any()
 
 
-def test_what_the_compiler_is_told_of_functions():
+def test_what_the_compiler_is_told_of_functions(monkeypatch):
+    import torch._dynamo
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # commands set it, and so for the whole process
+    torch._dynamo.reset()
     calls = []
 
     @constant_result

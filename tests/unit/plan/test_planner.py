@@ -51,6 +51,27 @@ def brute_force(config: RunConfig, world: int) -> set[Choice]:
     return {choice for choice in found if choice.tensor > 1 or not choice.tensor_sequence_parallel}
 
 
+@pytest.mark.parametrize("gibibytes", [1.5, 6, 9, 14, 40])
+@pytest.mark.parametrize("name", ["pile_150m", "pile_379m"])
+def test_every_layout_is_run_in_its_best_way(name: str, gibibytes: float) -> None:
+    """As found by looking at every micro-batch and way to compute again: the shortest of those with memory to spare, else
+    of those that fit, else the one that needs least."""
+    config = load_config(name, ["train.global_batch=48", "parallel.recompute_every=3"])
+    hardware, ways = card(1024 * gibibytes), [0, 1, 3]
+    parts = Parts(config)
+    for choice, micros in planner.legal_choices(config, 8):
+        held, samples = parts.of(choice, 8), 48 * choice.model // 8
+        found = []
+        for micro in micros:
+            for every in ways:
+                needed = planner.worst(held, micro, every, samples // micro, hardware)[1].total
+                over, close = needed > hardware.memory_bytes, needed > (1 - planner.CLOSE) * hardware.memory_bytes
+                seconds = step_time(held, micro, every, samples // micro, hardware).total
+                found.append((over, close, needed if over else seconds, micro, every))
+        best = min(found)
+        assert planner._best(held, micros, ways, samples, hardware)[:2] == best[3:], choice
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8, 12])
 @pytest.mark.parametrize(
     "overrides",
