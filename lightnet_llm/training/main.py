@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import logging
 import os
 import sys
+import threading
 import warnings
+from typing import NoReturn
 
 from ..imports import uncollected, without_compiler
 
@@ -103,16 +106,32 @@ def _broken(error: Exception) -> int:
 
 
 def start() -> None:
-    """The process of a rank. After an error it does not wait for what may never come, such as a device or a peer."""
+    """What a rank does. After an error its process ends here, and does not wait for what may never come, such as a device or a
+    peer."""
     code = main()
     if code:
         from .watchdog import end_children
 
         end_children()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        _end(code)
+
+
+def process() -> None:
+    """The process of a rank. Python is never taken down: a thread that is in torch.distributed's store then, as the watchdog's
+    may be, would abort the process."""
+    start()
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()
+    _end(0)
+
+
+def _end(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    start()
+    process()
