@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import UserError
@@ -31,9 +32,9 @@ def device_count() -> int:
 
 
 def _visible_gpus() -> list[str]:
-    """GPU numbers of CUDA_VISIBLE_DEVICES; DeepSpeed's launcher ignores the variable and would take the first ones."""
+    """What CUDA_VISIBLE_DEVICES names, numbers or identifiers of cards or their parts: DeepSpeed's launcher sets it anew."""
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return names if all(name.isdigit() for name in names) else []
+    return names if device_count() else []
 
 
 def launcher_command(
@@ -74,7 +75,7 @@ def local_command(name: str, overrides: tuple[str, ...], world: int) -> list[str
         raise UserError(
             f"{world} ranks, but this machine has {have} GPU(s); start with --gpus {have}, or name hosts with --hostfile"
         )
-    gpus = [int(name) for name in visible[:world]] or list(range(world))
+    gpus: list[str] | list[int] = visible[:world] or list(range(world))
     return _launcher({"localhost": gpus}, "127.0.0.1", free_port(), "0", name, overrides)
 
 
@@ -116,9 +117,9 @@ def hosts_command(
 
 
 def _launcher(
-    gpus: dict[str, list[int]], address: str, port: int, host: str, name: str, overrides: tuple[str, ...]
+    gpus: Mapping[str, Sequence[int | str]], address: str, port: int, host: str, name: str, overrides: tuple[str, ...]
 ) -> list[str]:
-    """One host's launcher. gpus: numbers by host; host: its index."""
+    """One host's launcher. gpus: numbers or names by host; host: its index."""
     world = base64.urlsafe_b64encode(json.dumps(gpus).encode()).decode()
     where = ["--world_info", world, "--node_rank", host, "--master_addr", address, "--master_port", str(port)]
     return [*LAUNCHER, *where, "--module", TRAINING, "--config", name, "--launched", *overrides]

@@ -290,7 +290,7 @@ def _best(
     held: list[Part], micros: list[int], every_way: list[int], samples: int, hardware: Hardware
 ) -> tuple[int, int, StepTime]:
     """Micro-batch, recomputation and step: the shortest of those that leave some memory, else that fit, else the smallest.
-    A larger micro-batch needs more memory."""
+    A larger micro-batch needs more memory (in pipelines of very short rows up to 0.2 % less, which is not looked for)."""
 
     def needed(micro: int, every: int) -> int:
         return worst(held, micro, every, samples // micro, hardware)[1].total

@@ -120,17 +120,18 @@ def process() -> None:
     """The process of a rank. Python is never taken down: a thread that is in torch.distributed's store then, as the watchdog's
     may be, would abort the process."""
     start()
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
+    # As Python does first: idle threads of pools end, others that are no daemons are waited for.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _end(0)
 
 
 def _end(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 if __name__ == "__main__":

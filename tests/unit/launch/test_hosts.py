@@ -214,9 +214,9 @@ def test_first_failing_host_ends_the_others(tmp_path: Path) -> None:
 
 
 # The command ----------------------------------------------------------------------------------------------------------
-def _world(words: list[str]) -> dict[str, list[int]]:
+def _world(words: list[str]) -> dict[str, list[int | str]]:
     """GPUs by host, as DeepSpeed's launcher reads them."""
-    found: dict[str, list[int]] = json.loads(base64.urlsafe_b64decode(words[words.index("--world_info") + 1]))
+    found: dict[str, list[int | str]] = json.loads(base64.urlsafe_b64decode(words[words.index("--world_info") + 1]))
     return found
 
 
@@ -246,18 +246,23 @@ def test_command_for_hosts_is_plain_words(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_fewer_visible_gpus_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "device_count", lambda: 2)
+    for names, passed in (("2,3", ["2", "3"]), ("GPU-ab12, MIG-cd", ["GPU-ab12", "MIG-cd"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+        assert _world(command.local_command("c", (), 2)) == {"localhost": passed}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert _world(command.local_command("c", (), 2)) == {"localhost": [2, 3]}
     with pytest.raises(
         UserError, match=r"^4 ranks, but CUDA_VISIBLE_DEVICES=2,3 names 2 GPUs; .* or start with --gpus 2$"
     ):
         command.local_command("c", (), 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(command, "device_count", lambda: 2)
     with pytest.raises(
         UserError, match=r"^4 ranks, but this machine has 2 GPU\(s\); start with --gpus 2, or name hosts"
     ):
         command.local_command("c", (), 4)
+    monkeypatch.setattr(command, "device_count", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert _world(command.local_command("c", (), 2)) == {"localhost": [0, 1]}
 
 
 def test_one_local_host_needs_no_pdsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from lightnet_llm.launch.hosts import free_port
 
 RANK = """
 import atexit, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 import torch.distributed as dist
 from lightnet_llm.training import main
 
@@ -18,6 +19,8 @@ def talk():
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     while True:
         store.set("a", "b")
+pool = ThreadPoolExecutor(1)
+pool.submit(id, 0).result()
 def late():
     time.sleep(0.3)
     print("a thread ended")
