@@ -66,18 +66,14 @@ def timed(preset: str, gpus: int, gpu: str, others: int = 2) -> dict[str, planne
             axes.add(_axes(row))
     return {
         f"{preset} {row.name()}": planner.Case(
-            preset,
-            gpus,
-            row.micro_batch * row.data * min(row.accumulation, _steps(row)),
-            row.micro_batch,
-            more=_options(row),
+            preset, gpus, row.micro_batch * row.data * _accumulation(row), row.micro_batch, more=_options(row)
         )
         for row in rows
     }
 
 
-def _steps(row: Any) -> int:
-    return MOST if row.choice.pipeline > 1 else 1
+def _accumulation(row: Any) -> int:
+    return min(row.accumulation, MOST) if row.choice.pipeline > 1 else 1
 
 
 def _axes(row: Any) -> tuple[bool, ...]:

@@ -87,7 +87,7 @@ def predict(case: Case, figures: Path | None, gpu: str) -> dict[str, Any]:
     from lightnet_llm.parallel.legality import choice_of, legal_layout
     from lightnet_llm.plan import load_hardware
     from lightnet_llm.plan.memory import Parts
-    from lightnet_llm.plan.planner import worst
+    from lightnet_llm.plan.rows import worst
     from lightnet_llm.plan.step_time import step_time
 
     config, hardware = load_config(case.preset, case.overrides()), load_hardware(gpu, figures)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightnet_llm.config import load_config
-from lightnet_llm.plan import planner
+from lightnet_llm.plan import Row, planner
 from lightnet_llm.plan.hardware import load_hardware
 
 PAGE = Path(__file__).with_name("parallel.md")
@@ -36,7 +36,7 @@ def cell(name: str, length: int, gpus: int) -> str:
     return f"{best.name()}{again}: {found.tokens_per_second(best):,.0f} ({'; '.join(others)})"
 
 
-def named(row: planner.Row) -> str:
+def named(row: Row) -> str:
     """Sizes, without the ZeRO stage."""
     return row.name().split(",")[0]
 

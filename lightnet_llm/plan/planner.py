@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tqdm import tqdm
@@ -16,59 +15,10 @@ from ..errors import UserError
 from ..parallel.legality import Choice, choice_of, choices, legal_layout, problem
 from ..training.metrics import flops_per_token
 from .hardware import Hardware
-from .memory import Memory, Part, Parts, distinct, with_choice
-from .step_time import StepTime, computing, step_time
-from .traffic import Moved, traffic
+from .memory import Parts, with_choice
+from .rows import CLOSE, Row, row_of
 
-GIB = 2**30
-CLOSE = 0.05  # of a card's memory: who leaves less may not fit after all, because the prediction is off by as much
 ALIKE = 1.02  # step times that differ by less are taken as equal, and the simpler layout is preferred
-
-
-@dataclass(frozen=True)
-class Row:
-    """One layout with the micro-batch and recomputation that make its step shortest, or that come nearest to fitting.
-
-    Attributes:
-        parameters: on each pipeline stage's ranks, padding included.
-        stage: the pipeline stage that needs most memory; ``memory`` is its.
-        moved: of the stage that sends most.
-        refused: the limit that is passed, None where the layout fits.
-        close: whether it fits with less than ``CLOSE`` of the memory to spare.
-        block, block_again: bytes that a block keeps of a micro-batch, and one that is computed again.
-        held, ways, hardware: what :attr:`largest_micro_batch` is worked out from.
-    """
-
-    choice: Choice
-    data: int
-    micro_batch: int
-    recompute_every: int
-    accumulation: int
-    parameters: list[int]
-    stage: int
-    memory: Memory
-    moved: list[Moved]
-    time: StepTime
-    refused: str | None
-    close: bool
-    block: int
-    block_again: int
-    held: list[Part] = field(repr=False, compare=False)
-    ways: list[int] = field(repr=False, compare=False)
-    hardware: Hardware = field(repr=False, compare=False)
-
-    @cached_property
-    def largest_micro_batch(self) -> dict[int, int]:
-        """By ``parallel.recompute_every``; whatever the batch, and with a full pipeline: with fewer micro-batches than
-        stages ``micro_batch`` may be more. 0: none fits."""
-        return {every: largest_micro_batch(self.held, every, self.hardware) for every in self.ways}
-
-    def name(self) -> str:
-        """In words, such as ``tensor 2 x data 4, ZeRO 1``."""
-        sizes = {key: getattr(self.choice, key) for key in ("tensor", "pipeline", "sequence")} | {"data": self.data}
-        axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
-        shared = " with shared tokens" if self.choice.tensor_sequence_parallel and self.choice.tensor > 1 else ""
-        return f"{axes}{shared}, ZeRO {self.choice.zero_stage}"
 
 
 @dataclass(frozen=True)
@@ -103,7 +53,10 @@ class Plan:
         """
         if not self.fitting:
             raise UserError(self._none_fits())
-        return min((row for row in self.roomy if row.time.total <= ALIKE * self.roomy[0].time.total), key=_simplicity)
+        return min(
+            (row for row in self.roomy if row.time.total <= ALIKE * self.roomy[0].time.total),
+            key=lambda row: row.simplicity,
+        )
 
     @cached_property
     def roomy(self) -> list[Row]:
@@ -151,7 +104,7 @@ class Plan:
     def reason(self) -> str:
         """Why the recommended layout, in one sentence."""
         row = self.recommended
-        others = [other for other in self.roomy if _sizes(other) != _sizes(row)]
+        others = [other for other in self.roomy if other.sizes != row.sizes]
         room = f" with {100 * CLOSE:.0f} % of the memory to spare" if not row.close else ""
         start = f"of {len(self.roomy)} layouts that fit{room} ({len(self.rows)} are legal) {row.name()} has the shortest step"
         if self.roomy[0] is not row:
@@ -202,7 +155,7 @@ def find(
     parts, hardware = parts or Parts(config), hardware.in_hosts_of(per_host(config, world, hardware))
     legal = list(legal_choices(config, world, wanted))
     rows = [
-        _row(config, parts, choice, micros, world, hardware)
+        row_of(config, parts, choice, micros, world, hardware)
         for choice, micros in tqdm(
             legal, f"layouts on {world} cards", leave=False, delay=3, disable=None, file=sys.stderr
         )
@@ -211,7 +164,7 @@ def find(
         return None
     rows.sort(
         key=lambda row: (
-            row.refused is not None, row.time.total if row.refused is None else row.memory.total, _simplicity(row)
+            row.refused is not None, row.time.total if row.refused is None else row.memory.total, row.simplicity
         )
     )  # fmt: skip
     own = choice_of(config)
@@ -219,7 +172,7 @@ def find(
     configured = None
     if wrong is None:
         micro, every = config.train.micro_batch, config.parallel.recompute_every
-        configured = _row(config, parts, own, [micro], world, hardware, [every])
+        configured = row_of(config, parts, own, [micro], world, hardware, [every])
     return Plan(config, hardware, world, parts.model_parameters, rows, configured, wrong)
 
 
@@ -284,104 +237,6 @@ def _with_micro(config: RunConfig, micro_batch: int) -> RunConfig:
 def _divisors(number: int) -> list[int]:
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
-
-
-def _best(
-    held: list[Part], micros: list[int], every_way: list[int], samples: int, hardware: Hardware
-) -> tuple[int, int, StepTime]:
-    """Micro-batch, recomputation and step: the shortest of those that leave some memory, else that fit, else the smallest.
-    A larger micro-batch needs more memory (in pipelines of very short rows up to 0.2 % less, which is not looked for)."""
-
-    def needed(micro: int, every: int) -> int:
-        return worst(held, micro, every, samples // micro, hardware)[1].total
-
-    for limit in (_roomy(hardware), hardware.memory_bytes):
-        fit = {every: bisect_right(micros, limit, key=lambda micro: needed(micro, every)) for every in every_way}
-        ways = [(micro, every) for every, count in fit.items() for micro in micros[:count]]
-        if ways:
-            break
-    else:
-        ways = [(micros[0], min(every_way, key=lambda every: needed(micros[0], every)))]
-    best: tuple[float, int, int] | None = None
-    for micro, every in sorted(ways, key=lambda way: (-way[0], way[1])):  # most often the largest is the fastest
-        if best is None or computing(held, micro, every, samples // micro, hardware) <= best[0]:
-            score = step_time(held, micro, every, samples // micro, hardware).total, micro, every
-            best = score if best is None else min(best, score)
-    assert best is not None
-    _, micro, every = best
-    return micro, every, step_time(held, micro, every, samples // micro, hardware)
-
-
-def _row(
-    config: RunConfig,
-    parts: Parts,
-    choice: Choice,
-    micros: list[int],
-    world: int,
-    hardware: Hardware,
-    recomputes: list[int] | None = None,
-) -> Row:
-    """The best way to run one layout."""
-    held, data = parts.of(choice, world), world // choice.model
-    every_way = recomputes if recomputes is not None else sorted({0, 1, config.parallel.recompute_every})
-    samples = config.train.global_batch // data
-    micro, every, time = _best(held, micros, every_way, samples, hardware)
-    accumulation = samples // micro
-    stage, memory = worst(held, micro, every, accumulation, hardware)
-    over = memory.total > hardware.memory_bytes
-    moved = [traffic(part, micro, every, accumulation, hardware) for part in distinct(held)]
-    refused = None
-    if over:
-        kind = memory.largest()
-        refused = (
-            f"needs {memory.total / GIB:.1f} GiB a card, which has {hardware.memory_bytes / GIB:.1f} GiB, with micro_batch "
-            f"{micro} and recompute_every {every} ({kind} {memory.kinds()[kind] / GIB:.1f} GiB, peak in {memory.peak})"
-        )
-    return Row(
-        choice, data, micro, every, accumulation, [part.parameters for part in held], stage, memory,
-        max(moved, key=lambda stage: sum(one.bytes for one in stage)), time, refused,
-        not over and memory.total > _roomy(hardware),
-        held[0].sizes(micro).block.total, held[0].sizes(micro).again.total, held, every_way, hardware,
-    )  # fmt: skip
-
-
-def _roomy(hardware: Hardware) -> float:
-    """Bytes up to which a layout leaves some memory."""
-    return (1 - CLOSE) * hardware.memory_bytes
-
-
-def worst(held: list[Part], micro_batch: int, every: int, accumulation: int, hardware: Hardware) -> tuple[int, Memory]:
-    """The pipeline stage that needs most, and what it needs."""
-    found = [(part.stage, part.memory(micro_batch, every, accumulation, hardware)) for part in distinct(held)]
-    return max(found, key=lambda one: one[1].total)
-
-
-def largest_micro_batch(held: list[Part], every: int, hardware: Hardware) -> int:
-    """The largest that fits when the pipeline is full; 0 where not even 1 does."""
-
-    def fits(micro_batch: int) -> bool:
-        return worst(held, micro_batch, every, len(held), hardware)[1].total <= hardware.memory_bytes
-
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def _sizes(row: Row) -> tuple[int, ...]:
-    return row.choice.tensor, row.choice.pipeline, row.choice.sequence, row.data
-
-
-def _simplicity(row: Row) -> tuple[object, ...]:
-    """Fewest axes beside data, no recomputation, ZeRO 1, then the faster."""
-    axes = sum(size > 1 for size in _sizes(row)[:3])
-    stage = row.choice.zero_stage
-    return axes, row.recompute_every > 0, abs(stage - 1), stage, row.choice.tensor_sequence_parallel, row.time.total
 
 
 def _differences(row: Row, other: Row) -> dict[str, float]:

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from ..parallel.layout import Layout
-from .planner import CLOSE, GIB, Plan, Row
+from .planner import Plan
+from .rows import CLOSE, GIB, Row
 
 SHOWN = 12
 GB = 1e9

@@ -14,7 +14,7 @@ from lightnet_llm.config.run import RunConfig
 from lightnet_llm.errors import UserError
 from lightnet_llm.models import CausalLM, count_parameters
 from lightnet_llm.parallel.legality import Choice, choice_of, choices, problem
-from lightnet_llm.plan import memory, planner, report, scaling
+from lightnet_llm.plan import memory, planner, report, rows, scaling
 from lightnet_llm.plan.hardware import Hardware, load_hardware
 from lightnet_llm.plan.memory import Parts, with_choice
 from lightnet_llm.plan.step_time import step_time
@@ -64,12 +64,12 @@ def test_every_layout_is_run_in_its_best_way(name: str, gibibytes: float) -> Non
         found = []
         for micro in micros:
             for every in ways:
-                needed = planner.worst(held, micro, every, samples // micro, hardware)[1].total
-                over, close = needed > hardware.memory_bytes, needed > (1 - planner.CLOSE) * hardware.memory_bytes
+                needed = rows.worst(held, micro, every, samples // micro, hardware)[1].total
+                over, close = needed > hardware.memory_bytes, needed > (1 - rows.CLOSE) * hardware.memory_bytes
                 seconds = step_time(held, micro, every, samples // micro, hardware).total
                 found.append((over, close, needed if over else seconds, micro, every))
         best = min(found)
-        assert planner._best(held, micros, ways, samples, hardware)[:2] == best[3:], choice
+        assert rows.best_way(held, micros, ways, samples, hardware)[:2] == best[3:], choice
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8, 12])
@@ -108,7 +108,7 @@ def test_one_more_than_the_largest_micro_batch_does_not_fit(world: int, mebibyte
     for row in found.rows:
         held = parts.of(row.choice, world)
         for every, largest in row.largest_micro_batch.items():
-            sizes = [planner.worst(held, m, every, len(held), limits)[1].total for m in (max(largest, 1), largest + 1)]
+            sizes = [rows.worst(held, m, every, len(held), limits)[1].total for m in (max(largest, 1), largest + 1)]
             assert (sizes[0] <= limits.memory_bytes) == (largest > 0)
             assert sizes[1] > limits.memory_bytes
             some += largest > 0
@@ -122,7 +122,7 @@ def test_recomputation_and_cuts_save_memory() -> None:
     plain = choice_of(config)
 
     def needed(choice: Choice, every: int = 0, micro: int = 10) -> int:
-        return planner.worst(parts.of(choice, 16), micro, every, 4, h100)[1].total
+        return rows.worst(parts.of(choice, 16), micro, every, 4, h100)[1].total
 
     assert needed(plain, 1) < needed(plain)
     assert needed(Choice(2, 1, 1, 1, False)) < needed(plain)
@@ -164,13 +164,13 @@ def test_what_barely_fits_is_not_recommended(monkeypatch: pytest.MonkeyPatch) ->
         return found
 
     held = Parts(config).of(choice_of(config), 1)
-    assert 0.95 * card.memory_bytes < planner.worst(held, 18, 0, 1, card)[1].total <= card.memory_bytes
+    assert 0.95 * card.memory_bytes < rows.worst(held, 18, 0, 1, card)[1].total <= card.memory_bytes
     row = alone().recommended
     assert row.micro_batch == 9 and not row.close and "with 5 % of the memory to spare" in alone().reason()
-    card.memory_bytes = int(1.01 * planner.worst(held, 1, 1, 18, card)[1].total)
+    card.memory_bytes = int(1.01 * rows.worst(held, 1, 1, 18, card)[1].total)
     assert alone().recommended.close and "try it before you trust it" in alone().reason()
     card = load_hardware("h100")
-    monkeypatch.setattr(planner, "CLOSE", 0.0)
+    monkeypatch.setattr(rows, "CLOSE", 0.0)
     assert alone().recommended.micro_batch == 18
 
 
@@ -459,8 +459,8 @@ def test_a_stage_like_an_earlier_one_is_not_worked_out_again() -> None:
     assert len(few) < len(held) == 6
     for micro, every, accumulation in ((1, 0, 6), (4, 1, 2), (2, 0, 1)):
         whole = [part.memory(micro, every, accumulation, h100).total for part in held]
-        assert planner.worst(held, micro, every, accumulation, h100)[1].total == max(whole)
-        assert planner.worst(held, micro, every, accumulation, h100)[0] == whole.index(max(whole))
+        assert rows.worst(held, micro, every, accumulation, h100)[1].total == max(whole)
+        assert rows.worst(held, micro, every, accumulation, h100)[0] == whole.index(max(whole))
 
 
 def test_a_small_cost_is_shown() -> None:
