@@ -35,6 +35,11 @@ _local = threading.local()
 _together: set[Any] = set()
 
 
+def only_compiled() -> bool:
+    """Whether this thread's launches start nothing: see `compiled_together`."""
+    return getattr(_local, "kernels", None) is not None
+
+
 def compiled_together(key: Any, device: torch.device, run: Callable[[], Any]) -> None:
     """Before `run` runs for the first time under this key, compile all that it launches, in threads. `run` is called
     once without launching anything; what it returns is not used."""

@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from . import cuda_chains
 from . import triton_forward as forward_kernels
 from . import triton_span_sums as span_kernels
 from . import triton_units as unit_kernels
@@ -189,6 +190,12 @@ def chain_states(
     FROM: int,
 ) -> None:
     """`triton_forward.chain_states`; tops: the initial and the final maxima."""
+    if shape.cuda:
+        units = found.enter, found.leave
+        cuda_chains.chain(
+            key, value, table.spans, found.turn, found.kv, None, units, tops, before, after, None, FROM, backward=False
+        )
+        return
     launch(forward_kernels.chain_states, (table.spans.shape[0], shape.heads, shape.chains))(
         key, value, table.spans, *found.angles, found.kv, found.enter, found.leave, *tops, before, after,
         *strides(key, value), shape.heads, FROM=FROM, TO=after is not None, **shape.of("chain_states"),

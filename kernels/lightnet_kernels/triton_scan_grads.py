@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import cuda_chains
 from . import triton_backward as kernels
 from . import triton_backward_states as state_kernels
 from .packed import Gradients, apart
@@ -55,7 +56,7 @@ def ask(
     blocks, heads = table.blocks.shape[0], shape.heads
     torque = None
     if shape.double:
-        chained = table.spans.shape[0] * (shape.chains // shape.slices)
+        chained = table.spans.shape[0] * shape.shares
         rows = 2 * blocks + chained + (table.lengths.shape[0] if moves else 0)
         torque = torch.empty(rows, heads, shape.D, device=query.device)
     x = torch.empty(query.shape, dtype=shape.operand, device=query.device)
@@ -78,6 +79,13 @@ def chain_grads(
     """`triton_backward.chain_grads`."""
     blocks, spans = table.blocks.shape[0], table.spans.shape[0]
     moved = None if asked.torque is None else asked.torque[2 * blocks :]
+    if shape.cuda:
+        units = found.enter, found.leave
+        cuda_chains.chain(
+            asked.x, grad, table.spans, found.turn, block_grads, found.kv, units, (None, None), before, after, moved, FROM,
+            backward=True,
+        )  # fmt: skip
+        return
     launch(kernels.chain_grads, (spans, shape.heads, shape.chains))(
         asked.x, grad, table.spans, *found.angles, found.kv, block_grads, found.enter, found.leave, moved, before, after,
         *strides(asked.x, grad), shape.heads, FROM=FROM, TO=after is not None, **shape.of("chain_grads"),

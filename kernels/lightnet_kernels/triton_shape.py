@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import cuda_chains
 from .triton_parts import BLOCK
 from .triton_tables import Tables
 
@@ -27,6 +28,7 @@ class Shape(NamedTuple):
     double: bool
     silu: bool
     wide: bool  # float32 operands
+    cuda: bool = False  # chains by CUDA C++ (`cuda_chains`)
 
     @property
     def slices(self) -> int:
@@ -46,9 +48,14 @@ class Shape(NamedTuple):
         return 64 if self.double or self.wide else self.value_width
 
     @property
+    def shares(self) -> int:
+        """Programs that share a span and slice of features of one head."""
+        return 1 if self.cuda else parts(self.V, self.value_slice)
+
+    @property
     def chains(self) -> int:
         """Programs that share a span of one head."""
-        return self.slices * parts(self.V, self.value_slice)
+        return self.slices * self.shares
 
     @property
     def sums(self) -> int:
@@ -147,4 +154,6 @@ def parts(whole: int, part: int) -> int:
 
 def shape_of(query: Tensor, value: Tensor, theta: Tensor | None, silu: bool) -> Shape:
     heads, width = query.shape[2:]
-    return Shape(heads, width, value.shape[3], theta is not None, silu, query.dtype == torch.float32)
+    values, kind = value.shape[3], query.dtype
+    cuda = cuda_chains.runs(query.device, kind, width, values)
+    return Shape(heads, width, values, theta is not None, silu, kind == torch.float32, cuda)

@@ -23,6 +23,14 @@ DEVICE u32 shared_address(const void* x) { return (u32)__cvta_generic_to_shared(
 LOAD_TILES(load_tiles, "")
 LOAD_TILES(load_turned, ".trans")
 
+// The same to shared memory, of sm_90 and later.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+DEVICE void store_tiles4(void* row, const u32* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(row)), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3]) : "memory");
+}
+#endif
+
 // c [16, 8] += a [16, 16 or 8] b [.., 8]
 DEVICE void product16(float* c, const u32* a, const u32* b) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

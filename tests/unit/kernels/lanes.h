@@ -80,6 +80,18 @@ inline void load_tiles2(u32* r, const void* row) { tiles(r, row, 2, false); }
 inline void load_turned4(u32* r, const void* row) { tiles(r, row, 4, true); }
 inline void load_turned2(u32* r, const void* row) { tiles(r, row, 2, true); }
 
+inline void store_tiles4(void* row, const u32* r) {
+  aligned(row);
+  memcpy(own->box[lane_], &row, sizeof row);
+  __syncwarp();
+  for (int i = 0; i < 4; i++) {
+    u16* to;
+    memcpy(&to, own->box[i * 8 + g_], sizeof to);
+    memcpy(to + 2 * t_, r + i, 4);
+  }
+  __syncwarp();
+}
+
 inline void product(float* c, const u32* a, const u32* b, int halves) {
   memcpy(own->box[lane_], a, 8 * halves);
   memcpy(own->box[lane_] + 4, b, 4 * halves);

@@ -1,0 +1,330 @@
+// Chains of the causal scan's blocks of 64 tokens, forward (the state that every block finds) and with BACKWARD (what all later
+// queries ask of the state that a block leaves): what triton_forward's chain_states and triton_backward's chain_grads do, whose
+// buffers these are. One block of threads a (span, head, slice of 64 features), the slices of a head side by side.
+//
+// A warp holds 16 features of the state, with LRPE both halves, and all value features in registers for the whole span. A
+// product's left operand, keys' weights or queries turned by their places, is made in the registers in which the product
+// wants it. Lanes are those of short_scan.cuh: (g, t) = (lane / 4, lane % 4), and with LRPE a tile of 16 rows is 8 cosines,
+// then 8 sines, so that both halves of a feature belong to one lane and states turn without an exchange. Places go from t
+// to t by a turn of 8 tokens, from the table's float32.
+//
+// Given by the compiler: BACKWARD, LRPE; D and V, widths; BLOCKS on a multiprocessor, STAGES of the pipeline; WARPS (4).
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr int BT = 64, WINDOW = 4, FIELDS = 9, FIRST_PIECE = 7, LAST_PIECE = 8;
+constexpr int OWN = 16, SLICE = OWN * WARPS, SLICES = D / SLICE, THREADS = 32 * WARPS;
+constexpr int HALVES = LRPE ? 2 : 1, TILES = HALVES, COLUMN_TILES = V / 8;
+constexpr int STATE = HALVES * D * V;  // numbers of a head's state in memory
+constexpr int SLOT = BT * (SLICE + V), STAGED = HALVES * OWN * V;
+constexpr int BYTES = 2 * (STAGES * SLOT + WARPS * STAGED);
+
+extern "C" __device__ int shared_bytes = BYTES;
+
+// Where 16 bytes of a row lie in shared memory: those of eight rows that are read at once in different banks.
+template <int WIDTH> DEVICE int spot(int row, int chunk) { return row * WIDTH + ((chunk ^ (row & 7)) << 3); }
+
+// Of rows [.., V] that a lane reads or writes by tiles, lane % 16 of 16 and chunks j, j + 1: the lane's place in each of four j.
+struct Spots {
+  int at[4];
+
+  DEVICE Spots(int lane) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) at[i] = spot<V>(lane & 15, 2 * i + (lane >> 4));
+  }
+  DEVICE int operator()(int j) const { return at[j / 2 % 4] + j / 8 * 64; }
+};
+
+// Rows [BT, WIDTH] from memory behind the threads' backs; from row `there` on 0. `from`: the thread's own 16 bytes of the
+// first rows, `step` the way to the next ones.
+template <int WIDTH> DEVICE void fetch(u16* to, const u16* from, i64 step, int there) {
+  constexpr int CHUNKS = WIDTH / 8, ROWS = THREADS / CHUNKS;  // at a time
+  const int row = threadIdx.x / CHUNKS, at = spot<WIDTH>(row, threadIdx.x % CHUNKS);
+#pragma unroll
+  for (int i = 0; i < BT / ROWS; i++) {
+    copy16(to + at + i * ROWS * WIDTH, from, row + i * ROWS < there);
+    from += step;
+  }
+}
+
+DEVICE float fade(float source, float target) { return source == -INFINITE ? 0.f : exp2_of((source - target) * LOG2E); }
+
+typedef float State[TILES][COLUMN_TILES][4];
+
+// A pair of neighbours of feature f in half h.
+DEVICE float* pair(State& state, int f, int h, int j) { return LRPE ? &state[f][j][2 * h] : &state[0][j][2 * f]; }
+
+// The state times a factor a feature; with LRPE a complex one.
+DEVICE void turn(State& state, const float* cos, const float* sin) {
+#pragma unroll
+  for (int f = 0; f < 2; f++)
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float& real = pair(state, f, 0, j)[e];
+        if (LRPE) {
+          float& imag = pair(state, f, 1, j)[e];
+          const float before = real;
+          real = before * cos[f] + imag * sin[f];
+          imag = imag * cos[f] - before * sin[f];
+        } else {
+          real *= cos[f];
+        }
+      }
+}
+
+DEVICE void scale(State& state, const float* by) {
+#pragma unroll
+  for (int f = 0; f < 2; f++)
+#pragma unroll
+    for (int h = 0; h < HALVES; h++)
+#pragma unroll
+      for (int j = 0; j < COLUMN_TILES; j++) pair(state, f, h, j)[0] *= by[f], pair(state, f, h, j)[1] *= by[f];
+}
+
+// A state of float32 from or to memory, from the lane's first feature and value feature on.
+template <bool LOAD> DEVICE void move(State& state, float* memory) {
+#pragma unroll
+  for (int f = 0; f < 2; f++)
+#pragma unroll
+    for (int h = 0; h < HALVES; h++)
+#pragma unroll
+      for (int j = 0; j < COLUMN_TILES; j++) {
+        float2* at = (float2*)(memory + (h * D + f * 8) * V + j * 8);
+        float* two = pair(state, f, h, j);
+        if (LOAD) {
+          const float2 x = *at;
+          two[0] = x.x, two[1] = x.y;
+        } else {
+          float2 x;
+          x.x = two[0], x.y = two[1];
+          *at = x;
+        }
+      }
+}
+
+// The state as bfloat16 to memory, by way of the warp's place on chip: 16 bytes a lane. `to`: the lane's of the warp's first rows.
+DEVICE void store(const State& state, u16* staged, const Spots& spots, u16* to, int lane) {
+  constexpr int ROWS = 32 / COLUMN_TILES;  // at a time
+  const int low = lane / COLUMN_TILES, place = spot<V>(low, lane % COLUMN_TILES);
+  __syncwarp();
+#pragma unroll
+  for (int m = 0; m < TILES; m++)
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j += 2) {
+      u32 r[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) r[i] = packed(state[m][j + i / 2][i % 2 * 2], state[m][j + i / 2][i % 2 * 2 + 1]);
+      store_tiles4(staged + m * 16 * V + spots(j), r);
+    }
+  __syncwarp();
+#pragma unroll
+  for (int row = 0; row < HALVES * OWN; row += ROWS) {
+    const int there = LRPE ? row / 16 * 8 + row % 8 + row / 8 % 2 * D : row;
+    *(uint4*)(to + there * V) = *(const uint4*)(staged + row * V + (place ^ (row & 7) << 3));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+causal_chain(const u16* left, const u16* right, const int* spans, const float* turns, u16* kept, const u16* found, const float* enter,
+             const float* leave, const float* top_before, const float* top_after, float* before, float* after, float* moved,
+             i64 left_b, i64 left_t, i64 left_h, i64 right_b, i64 right_t, i64 right_h, i64 heads, i64 from) {
+  SHARED_MEMORY
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+  const i64 which = blockIdx.x / (u32)SLICES, span = which / heads, head = which % heads;
+  const int slice = blockIdx.x % (u32)SLICES * SLICE, own = slice + warp * OWN, feature = own + g;
+  const int *fields = spans + span * FIELDS, length = fields[2], place = fields[4], blocks = (length + BT - 1) / BT;
+  const i64 block = fields[3], sequence = fields[5] * heads + head;
+  u16* staged = memory + STAGES * SLOT + warp * STAGED;
+  left += fields[0] * left_b + fields[1] * left_t + head * left_h + slice;
+  right += fields[0] * right_b + fields[1] * right_t + head * right_h;
+  turns += head * (BT + 1) * (2 * D) + feature;
+  enter += (block * heads + head) * D + feature;
+  leave += (block * heads + head) * D + feature;
+  kept += (block * heads + head) * STATE + (own + lane / COLUMN_TILES) * V + lane % COLUMN_TILES * 8;
+  if (BACKWARD && LRPE) found += (block * heads + head) * STATE + feature * V + 2 * t;
+  const i64 next_unit = heads * D, next_state = heads * STATE;
+
+  const Spots spots(lane);
+  const int key_spot = spot<SLICE>(lane & 15, warp * 2 + (lane >> 4));
+
+  // Blocks in turn, one more with every call.
+  constexpr int LEFT_ROWS = THREADS / (SLICE / 8), RIGHT_ROWS = THREADS / COLUMN_TILES;
+  const int first = BACKWARD ? blocks - 1 : 0, on = BACKWARD ? -BT : BT;
+  left += (first * BT + threadIdx.x / (SLICE / 8)) * left_t + threadIdx.x % (SLICE / 8) * 8;
+  right += (first * BT + threadIdx.x / COLUMN_TILES) * right_t + threadIdx.x % COLUMN_TILES * 8;
+  int loaded = 0, wanted = length - first * BT;
+  auto load = [&](u16* slot) {
+    if (loaded < blocks) {
+      fetch<SLICE>(slot, left, LEFT_ROWS * left_t, wanted);
+      fetch<V>(slot + BT * SLICE, right, RIGHT_ROWS * right_t, wanted);
+    }
+    commit();
+    left += on * left_t, right += on * right_t;
+    loaded++, wanted -= on;
+  };
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; i++) load(memory + i * SLOT);
+
+  // The chain's own numbers, [2]: of features g and g + 8 of the warp's.
+  State state;
+  float enters[2], leaves[2], factor_cos[2], factor_sin[2], sum[2] = {0.f, 0.f};
+  float cos_on[2], sin_on[2], step_cos[2], step_sin[2], start_cos[2][2], start_sin[2][2];
+#pragma unroll
+  for (int m = 0; m < TILES; m++)
+#pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) state[m][j][e] = 0.f;
+  enter += first * next_unit, leave += first * next_unit, kept += first * next_state, found += first * next_state;
+#pragma unroll
+  for (int f = 0; f < 2; f++) {
+    enters[f] = enter[f * 8], leaves[f] = leave[f * 8];
+    if (!LRPE) continue;
+    cos_on[f] = turns[BT * 2 * D + f * 8], sin_on[f] = turns[(BT * 2 + 1) * D + f * 8];
+    step_cos[f] = turns[8 * 2 * D + f * 8], step_sin[f] = turns[(8 * 2 + 1) * D + f * 8];
+#pragma unroll
+    for (int e = 0; e < 2; e++)
+      start_cos[f][e] = turns[(2 * t + e) * 2 * D + f * 8], start_sin[f][e] = turns[((2 * t + e) * 2 + 1) * D + f * 8];
+    if (BACKWARD) sin_on[f] = -sin_on[f];
+  }
+  // from: 0, nothing; 1, of pieces; 2, of sequences.
+  const bool earlier = !BACKWARD && from == 1 && place > 0;
+  if (from && (BACKWARD || earlier || top_before)) {
+    const i64 source = from == 1 ? fields[BACKWARD ? LAST_PIECE : FIRST_PIECE] * heads + head : sequence;
+    move<true>(state, before + source * STATE + feature * V + 2 * t);
+    const int rest = length - first * BT;
+#pragma unroll
+    for (int f = 0; f < 2; f++) {
+      factor_cos[f] = 1.f, factor_sin[f] = 0.f;
+      if (BACKWARD && LRPE) factor_cos[f] = turns[rest * 2 * D + f * 8], factor_sin[f] = -turns[(rest * 2 + 1) * D + f * 8];
+      if (!BACKWARD) factor_cos[f] = fade(earlier ? leave[f * 8 - next_unit] : top_before[sequence * D + feature + f * 8], enters[f]);
+    }
+    turn(state, factor_cos, factor_sin);
+  }
+
+  int slot = 0, rest = length - first * BT;
+#pragma unroll 1
+  for (int left_over = blocks; left_over > 0; left_over--) {
+    arrived<STAGES - 2>();
+    __syncthreads();
+    load(memory + (slot ? slot - 1 : STAGES - 1) * SLOT);
+    const u16 *tokens = memory + slot * SLOT, *values = tokens + BT * SLICE;
+    slot = slot + 1 < STAGES ? slot + 1 : 0;
+    store(state, staged, spots, kept, lane);
+    float crossed[2], target[2];
+    bool crossing = false;
+#pragma unroll
+    for (int f = 0; f < 2; f++) {
+      crossing |= enters[f] != leaves[f];
+      crossed[f] = exp2_of((enters[f] - leaves[f]) * LOG2E);
+      target[f] = leaves[f] * LOG2E;
+    }
+    if (some(crossing)) scale(state, crossed);
+    // To the next block's unit and place.
+    enter += on / BT * next_unit, leave += on / BT * next_unit, kept += on / BT * next_state;
+    float next_enters[2], next_leaves[2];
+#pragma unroll
+    for (int f = 0; f < 2; f++)
+      next_enters[f] = left_over > 1 ? enter[f * 8] : enters[f], next_leaves[f] = left_over > 1 ? leave[f * 8] : leaves[f];
+    float run_cos[2][2], run_sin[2][2];
+#pragma unroll
+    for (int f = 0; f < 2; f++)
+#pragma unroll
+      for (int e = 0; e < 2 * LRPE; e++) run_cos[f][e] = start_cos[f][e], run_sin[f][e] = start_sin[f][e];
+#pragma unroll
+    for (int k = 0; k < BT; k += 16) {
+      u32 r[4], operand[TILES][4];  // r: features g, tokens from 0 and 8 on, then features g + 8
+      load_turned4(r, tokens + k * SLICE + key_spot);
+      if (BACKWARD && !LRPE) {
+        operand[0][0] = r[0], operand[0][1] = r[2], operand[0][2] = r[1], operand[0][3] = r[3];
+      } else {
+        float x[2][4];
+#pragma unroll
+        for (int f = 0; f < 2; f++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            const u32 two = r[f * 2 + e / 2];
+            const float one = e % 2 ? high(two) : low(two);
+            x[f][e] = BACKWARD ? one : exp2_of(one * LOG2E - target[f]);
+          }
+        if (!BACKWARD && k + 16 > rest) {  // of no token
+#pragma unroll
+          for (int e = 0; e < 4; e++)
+            if (k + 2 * t + e % 2 + e / 2 * 8 >= rest) x[0][e] = 0.f, x[1][e] = 0.f;
+        }
+        if (LRPE) {
+#pragma unroll
+          for (int f = 0; f < 2; f++) {
+            float up[4], down[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+              float &c = run_cos[f][e % 2], &s = run_sin[f][e % 2];
+              up[e] = x[f][e] * c, down[e] = x[f][e] * s;
+              const float now = c;
+              c = now * step_cos[f] - s * step_sin[f];
+              s = s * step_cos[f] + now * step_sin[f];
+            }
+            u32* made = operand[LRPE ? f : 0];
+            made[0] = packed(up[0], up[1]), made[1] = packed(down[0], down[1]);
+            made[2] = packed(up[2], up[3]), made[3] = packed(down[2], down[3]);
+          }
+        } else {
+#pragma unroll
+          for (int f = 0; f < 2; f++) operand[0][f] = packed(x[f][0], x[f][1]), operand[0][f + 2] = packed(x[f][2], x[f][3]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < COLUMN_TILES; j += 2) {
+        u32 columns[4];
+        load_turned4(columns, values + k * V + spots(j));
+#pragma unroll
+        for (int m = 0; m < TILES; m++) product16(state[m][j], operand[m], columns), product16(state[m][j + 1], operand[m], columns + 2);
+      }
+    }
+    if (BACKWARD && LRPE) {
+      const int at = place + left_over - 1;
+      if (at % WINDOW == 0 && at > 0) {
+#pragma unroll
+        for (int f = 0; f < 2; f++)
+#pragma unroll
+          for (int j = 0; j < COLUMN_TILES; j++) {
+            const u32 real = *(const u32*)(found + f * 8 * V + j * 8), imag = *(const u32*)(found + (D + f * 8) * V + j * 8);
+            const float *asked_real = pair(state, f, 0, j), *asked_imag = pair(state, f, 1, j);
+            sum[f] += low(imag) * asked_real[0] - low(real) * asked_imag[0];
+            sum[f] += high(imag) * asked_real[1] - high(real) * asked_imag[1];
+          }
+      }
+      found -= next_state;
+    }
+    if (left_over == 1) break;
+#pragma unroll
+    for (int f = 0; f < 2; f++) {
+      const float faded = BACKWARD ? exp2_of((next_leaves[f] - enters[f]) * LOG2E) : fade(leaves[f], next_enters[f]);
+      factor_cos[f] = LRPE ? cos_on[f] * faded : faded, factor_sin[f] = LRPE ? sin_on[f] * faded : 0.f;
+      enters[f] = next_enters[f], leaves[f] = next_leaves[f];
+    }
+    turn(state, factor_cos, factor_sin);
+    rest -= on;
+  }
+
+  if (BACKWARD && LRPE) {
+#pragma unroll
+    for (int f = 0; f < 2; f++) {
+      sum[f] += exchanged(sum[f], 1);
+      sum[f] += exchanged(sum[f], 2);
+      if (t == 0) moved[which * D + feature + f * 8] = sum[f] * (WINDOW * BT);
+    }
+  }
+  if (!after || (BACKWARD ? place != 0 : fields[6] == 0)) return;
+  if (!BACKWARD) {
+#pragma unroll
+    for (int f = 0; f < 2; f++) {
+      const float faded = exp2_of((leaves[f] - top_after[sequence * D + feature + f * 8]) * LOG2E);
+      factor_cos[f] = faded, factor_sin[f] = 0.f;
+      if (LRPE) factor_cos[f] *= turns[rest * 2 * D + f * 8], factor_sin[f] = faded * turns[(rest * 2 + 1) * D + f * 8];
+    }
+    turn(state, factor_cos, factor_sin);
+  }
+  move<false>(state, after + sequence * STATE + feature * V + 2 * t);
+}

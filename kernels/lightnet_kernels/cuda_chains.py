@@ -1,0 +1,66 @@
+"""Chains of the causal scan's blocks by CUDA C++ (`cuda/causal_chain.cu`): what two Triton kernels do, forward and backward.
+Called by `triton_scan` and `triton_scan_grads` for the shapes that `runs` names."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import cuda_launch
+from .compiling import constant_result
+
+DEVICE = "cuda"
+FILES = ("warp.cuh", "causal_chain.cu")
+SLICE = 64  # features of a block of threads
+# By (backward, LRPE): blocks of threads on a multiprocessor and stages of the pipeline, as measured (benchmarks/LOG.md).
+TUNED = {(False, True): (2, 3), (False, False): (2, 3), (True, True): (2, 3), (True, False): (2, 3)}
+
+
+@constant_result
+def runs(device: torch.device, dtype: torch.dtype, D: int, V: int) -> bool:
+    """Whether a call of these widths has its chains from here."""
+    return (
+        device.type == DEVICE and dtype == torch.bfloat16 and D in (64, 128) and V in (64, 128) and _modern(device)
+        and cuda_launch.available()
+    )  # fmt: skip
+
+
+def _modern(device: torch.device) -> bool:
+    """sm_90 and later: a warp stores a tile of its registers in one instruction."""
+    return DEVICE != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Rows that are copied 16 bytes at a time."""
+    whole = x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(stride % 8 == 0 for stride in x.stride()[:3])
+    return x if whole else x.clone(memory_format=torch.contiguous_format)
+
+
+def chain(
+    left: Tensor, right: Tensor, spans: Tensor, turns: Tensor | None, kept: Tensor, found: Tensor | None,
+    units: tuple[Tensor, Tensor], tops: tuple[Tensor | None, Tensor | None], before: Tensor | None,
+    after: Tensor | None, moved: Tensor | None, source: int, *, backward: bool,
+) -> None:  # fmt: skip
+    """Fills `kept` [blocks, H, (2) D, V], bfloat16, and what is given of `after` and `moved`.
+
+    Args:
+        left: keys, or with `backward` queries over their normalisers, [B, N, H, D] bfloat16.
+        right: values or the output's gradient, [B, N, H, V] bfloat16.
+        turns: `triton_forward.fill_angles`; None without LRPE.
+        found: the blocks' states, with `backward` and LRPE.
+        units: enter and leave.
+        tops: the initial and the final maxima.
+        source: FROM of the Triton kernels.
+    """
+    heads, D, V = left.shape[2], left.shape[3], right.shape[3]
+    left, right = _aligned(left), _aligned(right)
+    at_once, stages = TUNED[backward, turns is not None]
+    constants = {
+        "BACKWARD": int(backward), "LRPE": int(turns is not None), "D": D, "V": V, "WARPS": SLICE // 16,
+        "BLOCKS": at_once, "STAGES": stages,
+    }  # fmt: skip
+    cuda_launch.launch(
+        "causal_chain", FILES, constants, spans.shape[0] * heads * (D // SLICE),
+        [left, right, spans, turns, kept, found, *units, *tops, before, after, moved,
+         *left.stride()[:3], *right.stride()[:3], heads, source],
+    )  # fmt: skip

@@ -1,0 +1,133 @@
+"""The CUDA chains of the causal scan without a card: compiled for the CPU, a thread a lane (`lanes.h`)."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from lightnet_kernels import cuda_chains, cuda_launch, triton_tables
+
+from tests.gpu import test_scan as on_card
+
+from . import triton_table as table
+from .interpreter import INSIDE, inside, outside, run_inside
+from .kernel_oracle import make
+from .lanes import launcher, needs_compiler, uninitialized_memory_holds_nan
+
+pytestmark = needs_compiler
+BF16 = torch.bfloat16
+
+
+@outside
+def test_table_under_the_interpreter():
+    """Of Triton, whose kernels do the rest of the scan."""
+    run_inside(__file__, "-x")
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch, tmp_path_factory):
+    """(backward, LRPE) of the chains that ran: of both passes, in each test."""
+    if not INSIDE:
+        yield
+        return
+    seen = []
+    launch = launcher(tmp_path_factory.getbasetemp())
+
+    def watched(name, files, constants, *rest):
+        seen.append((constants["BACKWARD"], constants["LRPE"]))
+        launch(name, files, constants, *rest)
+
+    monkeypatch.setattr(cuda_launch, "launch", watched)
+    monkeypatch.setattr(cuda_launch, "available", lambda: True)
+    monkeypatch.setattr(cuda_chains, "DEVICE", "cpu")
+    with uninitialized_memory_holds_nan(monkeypatch):
+        yield seen
+    assert {backward for backward, _ in seen} == {0, 1}
+
+
+@inside
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "width", "value_width", "theta"),
+    [(2, 130, 1, 64, 64, True), (1, 65, 2, 128, 64, False), (1, 70, 2, 64, 128, True), (1, 1, 1, 128, 128, True)],
+)
+def test_shapes(batch, tokens, heads, width, value_width, theta, launched):
+    table.check(make(batch, tokens, heads, width, value_width, theta=theta), BF16, "cpu")
+    assert set(launched) == {(0, int(theta)), (1, int(theta))}
+
+
+@inside
+@pytest.mark.parametrize(("height", "theta"), [(60, True), (60, False), (400, True)])
+def test_spikes(height, theta):
+    """Units that leave a block otherwise than they enter it."""
+    table.check(table.spiked(make(1, 200, 1, 64, 64, theta=theta), height), BF16, "cpu")
+
+
+@inside
+def test_keys_of_any_size():
+    inputs = make(1, 150, 1, 64, 64, scale=1e4)
+    inputs["key"][:, 0] = 1e4
+    table.check(inputs, BF16, "cpu")
+
+
+@inside
+def test_keys_far_below_zero():
+    """Rows of no token have key 0 on chip: 200 above all others, and must not count."""
+    inputs = make(1, 70, 1, 64, 64)
+    inputs["key"] -= 200
+    table.check(inputs, BF16, "cpu")
+
+
+@inside
+@pytest.mark.parametrize("theta", [True, False])
+def test_segments(theta):
+    table.check_segments([3, 0, 64, 1, 260, 70], BF16, "cpu", heads=1, width=64, value_width=64, theta=theta)
+
+
+@inside
+@pytest.mark.parametrize("theta", [True, False])
+def test_spans(theta):
+    """A sequence cut into spans, whose chains begin with what they find; the last block is short."""
+    assert len(triton_tables.tables(1, 1100, None, 64, 1, 1, torch.device("cpu")).spans) > 1
+    table.check_segments([1100, 40], BF16, "cpu", heads=1, width=64, value_width=64, theta=theta)
+
+
+@inside
+@pytest.mark.parametrize(
+    ("theta", "case"),
+    [
+        (True, {"cuts": [5, 64, 60]}),
+        (False, {"cuts": [70, 3]}),
+        (True, {"cuts": [70, 3], "begun": False}),
+        (True, {"cuts": [1100]}),
+        (True, {"cuts": [140], "cu_seqlens": [0, 0, 5, 69, 70, 140, 140]}),
+    ],
+)
+def test_gradients_of_states(theta, case, monkeypatch):
+    monkeypatch.setattr(on_card, "DEVICE", "cpu")
+    on_card.state_case(BF16, theta, width=64, **case)
+
+
+@inside
+@pytest.mark.parametrize("lift", [(), (0, 60)])
+def test_ranks(lift):
+    table.check_ranks([130, 70], BF16, "cpu", heads=1, width=64, value_width=64, lift=lift)
+
+
+@inside
+def test_strides():
+    """Heads before tokens, an upstream gradient that is one token's, rows that do not begin at 16 bytes."""
+
+    def layout(name, x):
+        if name == "theta":
+            return x
+        if name == "value":
+            return torch.cat([x[..., :1], x], 3)[..., 1:]
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    table.check(make(2, 70, 2, 64, 64), BF16, "cpu", layout=layout, grad_layout=lambda x: x[:, :1].expand_as(x))
+
+
+@inside
+def test_repeated():
+    """The third call of a layout is a recording's."""
+    for seed in range(3):
+        table.check(make(1, 70, 2, 64, 64, seed=seed), BF16, "cpu")
