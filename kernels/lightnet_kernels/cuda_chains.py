@@ -3,6 +3,8 @@ Called by `triton_scan` and `triton_scan_grads` for the shapes that `runs` names
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from . import cuda_launch
 from .compiling import constant_result
 
 DEVICE = "cuda"
+Pair = tuple[Tensor | None, Tensor | None]
 FILES = ("warp.cuh", "causal_chain.cu")
 SLICE = 64  # features of a block of threads
 # By (backward, LRPE): blocks of threads on a multiprocessor and stages of the pipeline, as measured (benchmarks/LOG.md).
@@ -37,30 +40,28 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def chain(
-    left: Tensor, right: Tensor, spans: Tensor, turns: Tensor | None, kept: Tensor, found: Tensor | None,
-    units: tuple[Tensor, Tensor], tops: tuple[Tensor | None, Tensor | None], before: Tensor | None,
-    after: Tensor | None, moved: Tensor | None, source: int, *, backward: bool,
+    left: Tensor, right: Tensor, spans: Tensor, found: Any, kept: Tensor, initial: Pair, final: Pair, before: Tensor | None,
+    after: Tensor | None, moved: Tensor | None, source: int, *, backward: bool = False, units: bool = False,
 ) -> None:  # fmt: skip
     """Fills `kept` [blocks, H, (2) D, V], bfloat16, and what is given of `after` and `moved`.
 
     Args:
         left: keys, or with `backward` queries over their normalisers, [B, N, H, D] bfloat16.
         right: values or the output's gradient, [B, N, H, V] bfloat16.
-        turns: `triton_forward.fill_angles`; None without LRPE.
-        found: the blocks' states, with `backward` and LRPE.
-        units: enter and leave.
-        tops: the initial and the final maxima.
+        found: `triton_scan.Blocks`; with `units` enter, leave, mass and flag (0) are filled, too.
+        initial, final: maxima and sums, as far as they are given; the final ones are filled with `units`.
         source: FROM of the Triton kernels.
+        units: whether each sequence is one span, whose units nobody knows yet.
     """
     heads, D, V = left.shape[2], left.shape[3], right.shape[3]
     left, right = _aligned(left), _aligned(right)
-    at_once, stages = TUNED[backward, turns is not None]
+    at_once, stages = TUNED[backward, found.turn is not None]
     constants = {
-        "BACKWARD": int(backward), "LRPE": int(turns is not None), "D": D, "V": V, "WARPS": SLICE // 16,
-        "BLOCKS": at_once, "STAGES": stages,
+        "BACKWARD": int(backward), "UNITS": int(units), "LRPE": int(found.turn is not None), "D": D, "V": V,
+        "WARPS": SLICE // 16, "BLOCKS": at_once, "STAGES": stages,
     }  # fmt: skip
     cuda_launch.launch(
         "causal_chain", FILES, constants, spans.shape[0] * heads * (D // SLICE),
-        [left, right, spans, turns, kept, found, *units, *tops, before, after, moved,
-         *left.stride()[:3], *right.stride()[:3], heads, source],
+        [left, right, spans, found.turn, kept, found.kv, found.enter, found.leave, found.mass, found.flag, *initial, *final,
+         before, after, moved, *left.stride()[:3], *right.stride()[:3], heads, source],
     )  # fmt: skip

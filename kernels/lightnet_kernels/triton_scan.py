@@ -184,20 +184,21 @@ def chain_states(
     shape: Shape,
     table: Tables,
     found: Blocks,
-    tops: tuple[Tensor | None, Tensor | None],
+    initial: cuda_chains.Pair,
+    final: cuda_chains.Pair,
     before: Tensor | None,
     after: Tensor | None,
     FROM: int,
+    units: bool = False,
 ) -> None:
-    """`triton_forward.chain_states`; tops: the initial and the final maxima."""
+    """`triton_forward.chain_states`, between the initial and the final maxima and sums, as far as they are given.
+    units: see `cuda_chains.chain`."""
     if shape.cuda:
-        units = found.enter, found.leave
-        cuda_chains.chain(
-            key, value, table.spans, found.turn, found.kv, None, units, tops, before, after, None, FROM, backward=False
-        )
+        states = before, after, None, FROM
+        cuda_chains.chain(key, value, table.spans, found, found.kv, initial, final, *states, units=units)
         return
     launch(forward_kernels.chain_states, (table.spans.shape[0], shape.heads, shape.chains))(
-        key, value, table.spans, *found.angles, found.kv, found.enter, found.leave, *tops, before, after,
+        key, value, table.spans, *found.angles, found.kv, found.enter, found.leave, initial[0], final[0], before, after,
         *strides(key, value), shape.heads, FROM=FROM, TO=after is not None, **shape.of("chain_states"),
     )  # fmt: skip
 
@@ -219,10 +220,13 @@ def block_states(
     fill_angles(theta, shape, found.angles)
     max0, sum0, kv0 = initial or (None,) * 3
     top, total, last = final or (None,) * 3
-    fill_units(key, shape, table, found, (max0, sum0), (top, total))
+    ends = (max0, sum0), (top, total)
+    units = shape.cuda and not table.chained  # chains find them on their way
+    if not units:
+        fill_units(key, shape, table, found, *ends)
 
     def run(before: Tensor | None, after: Tensor | None, FROM: int) -> None:
-        chain_states(key, value, shape, table, found, (max0, top), before, after, FROM)
+        chain_states(key, value, shape, table, found, *ends, before, after, FROM, units)
 
     if not table.chained:
         run(kv0, last, FROM=0 if initial is None else 2)

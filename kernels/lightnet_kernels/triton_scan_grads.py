@@ -80,11 +80,8 @@ def chain_grads(
     blocks, spans = table.blocks.shape[0], table.spans.shape[0]
     moved = None if asked.torque is None else asked.torque[2 * blocks :]
     if shape.cuda:
-        units = found.enter, found.leave
-        cuda_chains.chain(
-            asked.x, grad, table.spans, found.turn, block_grads, found.kv, units, (None, None), before, after, moved, FROM,
-            backward=True,
-        )  # fmt: skip
+        none, states = (None, None), (before, after, moved, FROM)
+        cuda_chains.chain(asked.x, grad, table.spans, found, block_grads, none, none, *states, backward=True)
         return
     launch(kernels.chain_grads, (spans, shape.heads, shape.chains))(
         asked.x, grad, table.spans, *found.angles, found.kv, block_grads, found.enter, found.leave, moved, before, after,

@@ -220,7 +220,7 @@ def _outputs(
     if blocks and shape.heads:
         fill_units(key, shape, table, found, (top, total), (None, None))
         move_spans(held, theta, shape, table, found, (top, start), leave)
-        chain_states(key, value, shape, table, found, (top, None), held, None, FROM=1)
+        chain_states(key, value, shape, table, found, (top, None), (None, None), held, None, FROM=1)
         fill_outputs(query, key, value, output, shape, table, found, silu)
     return output, *found[:5]
 

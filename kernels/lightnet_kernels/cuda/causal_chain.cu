@@ -8,15 +8,19 @@
 // then 8 sines, so that both halves of a feature belong to one lane and states turn without an exchange. Places go from t
 // to t by a turn of 8 tokens, from the table's float32.
 //
-// Given by the compiler: BACKWARD, LRPE; D and V, widths; BLOCKS on a multiprocessor, STAGES of the pipeline; WARPS (4).
+// With UNITS (forward, a sequence one span) it also does what triton_units does: units, masses and flags of the blocks, whose
+// keys it has on chip, and the last maxima and sums.
+//
+// Given by the compiler: BACKWARD, UNITS, LRPE; D and V, widths; BLOCKS on a multiprocessor, STAGES of the pipeline; WARPS (4).
 
-constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LOG2E = 1.4426950408889634f, SAFE_GROWTH = 80.f;
+constexpr u32 NO_KEYS = 0xff80ff80u;  // -inf
 constexpr int BT = 64, WINDOW = 4, FIELDS = 9, FIRST_PIECE = 7, LAST_PIECE = 8;
 constexpr int OWN = 16, SLICE = OWN * WARPS, SLICES = D / SLICE, THREADS = 32 * WARPS;
 constexpr int HALVES = LRPE ? 2 : 1, TILES = HALVES, COLUMN_TILES = V / 8;
 constexpr int STATE = HALVES * D * V;  // numbers of a head's state in memory
 constexpr int SLOT = BT * (SLICE + V), STAGED = HALVES * OWN * V;
-constexpr int BYTES = 2 * (STAGES * SLOT + WARPS * STAGED);
+constexpr int BYTES = 2 * (STAGES * SLOT + WARPS * STAGED) + LRPE * 6 * THREADS * 8;
 
 extern "C" __device__ int shared_bytes = BYTES;
 
@@ -126,9 +130,9 @@ DEVICE void store(const State& state, u16* staged, const Spots& spots, u16* to, 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-causal_chain(const u16* left, const u16* right, const int* spans, const float* turns, u16* kept, const u16* found, const float* enter,
-             const float* leave, const float* top_before, const float* top_after, float* before, float* after, float* moved,
-             i64 left_b, i64 left_t, i64 left_h, i64 right_b, i64 right_t, i64 right_h, i64 heads, i64 from) {
+causal_chain(const u16* left, const u16* right, const int* spans, const float* turns, u16* kept, const u16* found, float* enter,
+             float* leave, float* mass, int* flag, const float* top_before, const float* sum_before, float* top_after,
+             float* sum_after, float* before, float* after, float* moved, i64 left_b, i64 left_t, i64 left_h, i64 right_b, i64 right_t, i64 right_h, i64 heads, i64 from) {
   SHARED_MEMORY
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const i64 which = blockIdx.x / (u32)SLICES, span = which / heads, head = which % heads;
@@ -136,11 +140,11 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
   const int *fields = spans + span * FIELDS, length = fields[2], place = fields[4], blocks = (length + BT - 1) / BT;
   const i64 block = fields[3], sequence = fields[5] * heads + head;
   u16* staged = memory + STAGES * SLOT + warp * STAGED;
+  // With LRPE the thread's angles that it does not need at all times: of its first tokens (f, e), and of a block (4 + f).
+  float2* angles = (float2*)(memory + STAGES * SLOT + WARPS * STAGED) + threadIdx.x;
   left += fields[0] * left_b + fields[1] * left_t + head * left_h + slice;
   right += fields[0] * right_b + fields[1] * right_t + head * right_h;
   turns += head * (BT + 1) * (2 * D) + feature;
-  enter += (block * heads + head) * D + feature;
-  leave += (block * heads + head) * D + feature;
   kept += (block * heads + head) * STATE + (own + lane / COLUMN_TILES) * V + lane % COLUMN_TILES * 8;
   if (BACKWARD && LRPE) found += (block * heads + head) * STATE + feature * V + 2 * t;
   const i64 next_unit = heads * D, next_state = heads * STATE;
@@ -169,38 +173,52 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
   // The chain's own numbers, [2]: of features g and g + 8 of the warp's.
   State state;
   float enters[2], leaves[2], factor_cos[2], factor_sin[2], sum[2] = {0.f, 0.f};
-  float cos_on[2], sin_on[2], step_cos[2], step_sin[2], start_cos[2][2], start_sin[2][2];
+  float step_cos[2], step_sin[2];
 #pragma unroll
   for (int m = 0; m < TILES; m++)
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; j++)
 #pragma unroll
       for (int e = 0; e < 4; e++) state[m][j][e] = 0.f;
-  enter += first * next_unit, leave += first * next_unit, kept += first * next_state, found += first * next_state;
+  i64 unit_at = ((block + first) * heads + head) * D + feature;
+  kept += first * next_state;
+  if (BACKWARD && LRPE) found += first * next_state;
+  float top[2] = {-INFINITE, -INFINITE}, total[2] = {0.f, 0.f};  // with UNITS: of all earlier keys
 #pragma unroll
   for (int f = 0; f < 2; f++) {
-    enters[f] = enter[f * 8], leaves[f] = leave[f * 8];
+    if (UNITS) {
+      if (top_before) top[f] = top_before[sequence * D + feature + f * 8], total[f] = sum_before[sequence * D + feature + f * 8];
+      leaves[f] = top[f];
+    } else {
+      enters[f] = enter[unit_at + f * 8], leaves[f] = leave[unit_at + f * 8];
+    }
     if (!LRPE) continue;
-    cos_on[f] = turns[BT * 2 * D + f * 8], sin_on[f] = turns[(BT * 2 + 1) * D + f * 8];
+    float2 two;
+    two.x = turns[BT * 2 * D + f * 8], two.y = turns[(BT * 2 + 1) * D + f * 8];
+    if (BACKWARD) two.y = -two.y;
+    angles[(4 + f) * THREADS] = two;
     step_cos[f] = turns[8 * 2 * D + f * 8], step_sin[f] = turns[(8 * 2 + 1) * D + f * 8];
 #pragma unroll
-    for (int e = 0; e < 2; e++)
-      start_cos[f][e] = turns[(2 * t + e) * 2 * D + f * 8], start_sin[f][e] = turns[((2 * t + e) * 2 + 1) * D + f * 8];
-    if (BACKWARD) sin_on[f] = -sin_on[f];
+    for (int e = 0; e < 2; e++) {
+      two.x = turns[(2 * t + e) * 2 * D + f * 8], two.y = turns[((2 * t + e) * 2 + 1) * D + f * 8];
+      angles[(2 * f + e) * THREADS] = two;
+    }
   }
   // from: 0, nothing; 1, of pieces; 2, of sequences.
   const bool earlier = !BACKWARD && from == 1 && place > 0;
   if (from && (BACKWARD || earlier || top_before)) {
     const i64 source = from == 1 ? fields[BACKWARD ? LAST_PIECE : FIRST_PIECE] * heads + head : sequence;
     move<true>(state, before + source * STATE + feature * V + 2 * t);
-    const int rest = length - first * BT;
+    if (!UNITS) {
+      const int rest = length - first * BT;
 #pragma unroll
-    for (int f = 0; f < 2; f++) {
-      factor_cos[f] = 1.f, factor_sin[f] = 0.f;
-      if (BACKWARD && LRPE) factor_cos[f] = turns[rest * 2 * D + f * 8], factor_sin[f] = -turns[(rest * 2 + 1) * D + f * 8];
-      if (!BACKWARD) factor_cos[f] = fade(earlier ? leave[f * 8 - next_unit] : top_before[sequence * D + feature + f * 8], enters[f]);
+      for (int f = 0; f < 2; f++) {
+        factor_cos[f] = 1.f, factor_sin[f] = 0.f;
+        if (BACKWARD && LRPE) factor_cos[f] = turns[rest * 2 * D + f * 8], factor_sin[f] = -turns[(rest * 2 + 1) * D + f * 8];
+        if (!BACKWARD) factor_cos[f] = fade(earlier ? leave[unit_at + f * 8 - next_unit] : top_before[sequence * D + feature + f * 8], enters[f]);
+      }
+      turn(state, factor_cos, factor_sin);
     }
-    turn(state, factor_cos, factor_sin);
   }
 
   int slot = 0, rest = length - first * BT;
@@ -209,8 +227,52 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
     arrived<STAGES - 2>();
     __syncthreads();
     load(memory + (slot ? slot - 1 : STAGES - 1) * SLOT);
-    const u16 *tokens = memory + slot * SLOT, *values = tokens + BT * SLICE;
+    u16* tokens = memory + slot * SLOT;
+    const u16* values = tokens + BT * SLICE;
+    if (!BACKWARD && rest < BT) {  // rows of no token have come as 0
+      uint4 none;
+      none.x = none.y = none.z = none.w = NO_KEYS;
+#pragma unroll 1
+      for (int at = rest * SLICE + threadIdx.x * 8; at < BT * SLICE; at += THREADS * 8) *(uint4*)(tokens + at) = none;
+      __syncthreads();
+    }
     slot = slot + 1 < STAGES ? slot + 1 : 0;
+    if (UNITS) {
+      u32 peaks[2] = {NO_KEYS, NO_KEYS};
+#pragma unroll
+      for (int k = 0; k < BT; k += 16) {
+        u32 r[4];
+        load_turned4(r, tokens + k * SLICE + key_spot);
+#pragma unroll
+        for (int f = 0; f < 2; f++) peaks[f] = larger2(peaks[f], larger2(r[2 * f], r[2 * f + 1]));
+      }
+      bool flagged = false;
+#pragma unroll
+      for (int f = 0; f < 2; f++) {
+        float peak = fmaxf(low(peaks[f]), high(peaks[f]));
+        peak = fmaxf(peak, exchanged(peak, 1));
+        peak = fmaxf(peak, exchanged(peak, 2));
+        const float begin = fmaxf(top[f], low(tokens[(warp * 2 + f) * 8 + g])), end = fmaxf(top[f], peak);
+        const bool fast = end - begin > SAFE_GROWTH;
+        enters[f] = fast ? begin : begin + 0.5f * (end - begin);
+        const float faded = fade(leaves[f], enters[f]);
+        leaves[f] = fast ? end : enters[f];
+        factor_cos[f] = faded, factor_sin[f] = 0.f;
+        if (LRPE && left_over < blocks) {  // at its first token a state is where it should be
+          const float2 two = angles[(4 + f) * THREADS];
+          factor_cos[f] *= two.x, factor_sin[f] = two.y * faded;
+        }
+        if (t == 0) {
+          const i64 at = unit_at + f * 8;
+          enter[at] = enters[f], leave[at] = leaves[f], mass[at] = total[f] * fade(top[f], enters[f]);
+        }
+        total[f] *= fade(top[f], end);
+        top[f] = end;
+        flagged |= fast;
+      }
+      if (some(flagged) && lane == 0) flag[unit_at / D] = 1;
+      turn(state, factor_cos, factor_sin);
+    }
     store(state, staged, spots, kept, lane);
     float crossed[2], target[2];
     bool crossing = false;
@@ -222,16 +284,19 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
     }
     if (some(crossing)) scale(state, crossed);
     // To the next block's unit and place.
-    enter += on / BT * next_unit, leave += on / BT * next_unit, kept += on / BT * next_state;
-    float next_enters[2], next_leaves[2];
+    unit_at += on / BT * next_unit, kept += on / BT * next_state;
+    float next_enters[2], next_leaves[2], added[2] = {0.f, 0.f};
 #pragma unroll
-    for (int f = 0; f < 2; f++)
-      next_enters[f] = left_over > 1 ? enter[f * 8] : enters[f], next_leaves[f] = left_over > 1 ? leave[f * 8] : leaves[f];
+    for (int f = 0; f < 2 * !UNITS; f++)
+      if (left_over > 1) next_enters[f] = enter[unit_at + f * 8], next_leaves[f] = leave[unit_at + f * 8];
     float run_cos[2][2], run_sin[2][2];
 #pragma unroll
     for (int f = 0; f < 2; f++)
 #pragma unroll
-      for (int e = 0; e < 2 * LRPE; e++) run_cos[f][e] = start_cos[f][e], run_sin[f][e] = start_sin[f][e];
+      for (int e = 0; e < 2 * LRPE; e++) {
+        const float2 two = angles[(2 * f + e) * THREADS];
+        run_cos[f][e] = two.x, run_sin[f][e] = two.y;
+      }
 #pragma unroll
     for (int k = 0; k < BT; k += 16) {
       u32 r[4], operand[TILES][4];  // r: features g, tokens from 0 and 8 on, then features g + 8
@@ -248,10 +313,11 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
             const float one = e % 2 ? high(two) : low(two);
             x[f][e] = BACKWARD ? one : exp2_of(one * LOG2E - target[f]);
           }
-        if (!BACKWARD && k + 16 > rest) {  // of no token
+        if (UNITS) {
 #pragma unroll
-          for (int e = 0; e < 4; e++)
-            if (k + 2 * t + e % 2 + e / 2 * 8 >= rest) x[0][e] = 0.f, x[1][e] = 0.f;
+          for (int f = 0; f < 2; f++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) added[f] += x[f][e];
         }
         if (LRPE) {
 #pragma unroll
@@ -297,15 +363,28 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
       }
       found -= next_state;
     }
+    if (UNITS) {
+#pragma unroll
+      for (int f = 0; f < 2; f++) {
+        added[f] += exchanged(added[f], 1);
+        added[f] += exchanged(added[f], 2);
+        total[f] += added[f] * exp2_of((leaves[f] - top[f]) * LOG2E);
+      }
+    }
     if (left_over == 1) break;
+    rest -= on;
+    if (UNITS) continue;
 #pragma unroll
     for (int f = 0; f < 2; f++) {
       const float faded = BACKWARD ? exp2_of((next_leaves[f] - enters[f]) * LOG2E) : fade(leaves[f], next_enters[f]);
-      factor_cos[f] = LRPE ? cos_on[f] * faded : faded, factor_sin[f] = LRPE ? sin_on[f] * faded : 0.f;
+      factor_cos[f] = faded, factor_sin[f] = 0.f;
+      if (LRPE) {
+        const float2 two = angles[(4 + f) * THREADS];
+        factor_cos[f] *= two.x, factor_sin[f] = two.y * faded;
+      }
       enters[f] = next_enters[f], leaves[f] = next_leaves[f];
     }
     turn(state, factor_cos, factor_sin);
-    rest -= on;
   }
 
   if (BACKWARD && LRPE) {
@@ -320,7 +399,9 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
   if (!BACKWARD) {
 #pragma unroll
     for (int f = 0; f < 2; f++) {
-      const float faded = exp2_of((leaves[f] - top_after[sequence * D + feature + f * 8]) * LOG2E);
+      const i64 at = sequence * D + feature + f * 8;
+      if (UNITS && t == 0) top_after[at] = top[f], sum_after[at] = total[f];
+      const float faded = exp2_of((leaves[f] - (UNITS ? top[f] : top_after[at])) * LOG2E);
       factor_cos[f] = faded, factor_sin[f] = 0.f;
       if (LRPE) factor_cos[f] *= turns[rest * 2 * D + f * 8], factor_sin[f] = faded * turns[(rest * 2 + 1) * D + f * 8];
     }

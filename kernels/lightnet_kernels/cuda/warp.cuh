@@ -68,6 +68,11 @@ DEVICE u32 packed(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   return y;
 }
+// The larger ones of two pairs of bfloat16.
+DEVICE u32 larger2(u32 x, u32 y) {
+  asm("max.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
+  return x;
+}
 DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE float low(u32 x) { return float_of(x << 16); }
 DEVICE float high(u32 x) { return float_of(x & 0xffff0000u); }

@@ -62,6 +62,8 @@ inline u32 rounded(float x) {
 }
 inline u32 packed(float low, float high) { return rounded(low) | rounded(high) << 16; }
 
+inline u32 larger2(u32 x, u32 y) { return rounded(fmaxf(low(x), low(y))) | rounded(fmaxf(high(x), high(y))) << 16; }
+
 inline void aligned(const void* x) {
   if ((uintptr_t)x % 16) fprintf(stderr, "an address that is no multiple of 16\n"), abort();
 }
