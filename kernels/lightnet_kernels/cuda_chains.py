@@ -16,7 +16,8 @@ Pair = tuple[Tensor | None, Tensor | None]
 FILES = ("warp.cuh", "causal_chain.cu")
 SLICE = 64  # features of a block of threads
 # By (backward, LRPE): blocks of threads on a multiprocessor and stages of the pipeline, as measured (benchmarks/LOG.md).
-TUNED = {(False, True): (2, 3), (False, False): (2, 3), (True, True): (2, 3), (True, False): (2, 3)}
+TUNED = {(False, True): (2, 2), (False, False): (2, 2), (True, True): (2, 2), (True, False): (2, 3)}
+SUMMED = {True: (2, 3), False: (2, 3)}  # of sums, by LRPE
 
 
 @constant_result
@@ -40,8 +41,8 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def chain(
-    left: Tensor, right: Tensor, spans: Tensor, found: Any, kept: Tensor, initial: Pair, final: Pair, before: Tensor | None,
-    after: Tensor | None, moved: Tensor | None, source: int, *, backward: bool = False, units: bool = False,
+    left: Tensor, right: Tensor, spans: Tensor, found: Any, kept: Tensor | None, initial: Pair, final: Pair, before: Tensor | None,
+    after: Tensor | None, moved: Tensor | None, source: int, *, backward: bool = False, units: bool = False, sums: bool = False,
 ) -> None:  # fmt: skip
     """Fills `kept` [blocks, H, (2) D, V], bfloat16, and what is given of `after` and `moved`.
 
@@ -51,13 +52,15 @@ def chain(
         found: `triton_scan.Blocks`; with `units` enter, leave, mass and flag (0) are filled, too.
         initial, final: maxima and sums, as far as they are given; the final ones are filled with `units`.
         source: FROM of the Triton kernels.
-        units: whether each sequence is one span, whose units nobody knows yet.
+        units: whether nobody knows the blocks' units yet. Then `initial` stands beside `before`.
+        sums: nothing is kept; `spans` are pieces, and of each that somebody asks for `after` is what it adds, with `units`
+            in those of its own maxima, with sums in `final`; or what it asks.
     """
     heads, D, V = left.shape[2], left.shape[3], right.shape[3]
     left, right = _aligned(left), _aligned(right)
-    at_once, stages = TUNED[backward, found.turn is not None]
+    at_once, stages = SUMMED[found.turn is not None] if sums else TUNED[backward, found.turn is not None]
     constants = {
-        "BACKWARD": int(backward), "UNITS": int(units), "LRPE": int(found.turn is not None), "D": D, "V": V,
+        "BACKWARD": int(backward), "UNITS": int(units), "SUMS": int(sums), "LRPE": int(found.turn is not None), "D": D, "V": V,
         "WARPS": SLICE // 16, "BLOCKS": at_once, "STAGES": stages,
     }  # fmt: skip
     cuda_launch.launch(

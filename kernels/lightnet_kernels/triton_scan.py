@@ -220,22 +220,38 @@ def block_states(
     fill_angles(theta, shape, found.angles)
     max0, sum0, kv0 = initial or (None,) * 3
     top, total, last = final or (None,) * 3
-    ends = (max0, sum0), (top, total)
-    units = shape.cuda and not table.chained  # chains find them on their way
-    if not units:
-        fill_units(key, shape, table, found, *ends)
-
-    def run(before: Tensor | None, after: Tensor | None, FROM: int) -> None:
-        chain_states(key, value, shape, table, found, *ends, before, after, FROM, units)
-
-    if not table.chained:
-        run(kv0, last, FROM=0 if initial is None else 2)
-        return found
-    held = empty_spans(shape, table, key.device)
-    sum_spans(key, value, shape, table, found, held, KEYS=True, ALL=False)
-    move_spans(held, theta, shape, table, found, (max0, kv0))
-    run(held, last, FROM=1)
+    begin, end, before, source = (max0, sum0), (top, total), kv0, 0 if initial is None else 2
+    if table.chained:
+        before, source = empty_spans(shape, table, key.device), 1
+    if shape.cuda:  # chains find units on their way
+        if before is not None and table.chained:
+            begin = joined_spans(key, value, theta, shape, table, found, before, initial)
+    else:
+        fill_units(key, shape, table, found, begin, end)
+        if before is not None and table.chained:
+            sum_spans(key, value, shape, table, found, before, KEYS=True, ALL=False)
+            move_spans(before, theta, shape, table, found, (max0, kv0))
+    chain_states(key, value, shape, table, found, begin, end, before, last, source, shape.cuda)
     return found
+
+
+def joined_spans(
+    key: Tensor, value: Tensor, theta: Tensor | None, shape: Shape, table: Tables, found: Blocks, held: Tensor,
+    initial: tuple[Tensor, ...] | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Into `held` the kv that each piece finds, in units of exp(maximum); the maxima and sums, [pieces, H, D]."""
+    tops, totals = (torch.empty(*held.shape[:2], shape.D, device=held.device) for _ in range(2))
+    none = None, None
+    states = None, held, None, 0
+    cuda_chains.chain(
+        key, value, table.pieces, found, None, none, (tops, totals), *states, units=True, sums=True
+    )  # fmt: skip
+    arguments = shape.of_states()
+    launch(span_kernels.join_spans, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["BD"])))(
+        table.piece_ranges, tops, totals, held, span_moves(theta, table), *(initial or (None,) * 3), shape.heads,
+        INITIAL=initial is not None, **arguments,
+    )  # fmt: skip
+    return tops, totals
 
 
 def forward(

@@ -89,6 +89,15 @@ def chain_grads(
     )  # fmt: skip
 
 
+def sum_span_grads(asked: Asked, grad: Tensor, shape: Shape, table: Tables, found: Blocks, held: Tensor) -> None:
+    """What the queries of each piece ask of what it finds, where somebody has to answer."""
+    if shape.cuda:
+        none, states = (None, None), (None, held, None, 0)
+        cuda_chains.chain(asked.x, grad, table.pieces, found, None, none, none, *states, backward=True, sums=True)
+    else:
+        sum_spans(asked.x, grad, shape, table, found, held, KEYS=False, ALL=False)
+
+
 def move_span_grads(
     held: Tensor, theta: Tensor | None, shape: Shape, table: Tables, found: Blocks, last: Tensor | None,
     first: Tensor | None = None,
@@ -191,7 +200,7 @@ def backward(
         chain_grads(asked, grad, shape, table, found, block_grads, last_kv, first, source)
     else:
         held = empty_spans(shape, table, device)
-        sum_spans(asked.x, grad, shape, table, found, held, KEYS=False, ALL=False)
+        sum_span_grads(asked, grad, shape, table, found, held)
         move_span_grads(held, theta, shape, table, found, last_kv)
         chain_grads(asked, grad, shape, table, found, block_grads, held, first, FROM=1)
         del held

@@ -15,8 +15,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_forward import load_span
-from .triton_parts import exp, load_angles, load_keys, load_rows, load_vector, store_matrix
+from .triton_forward import load_halves, load_span
+from .triton_parts import (
+    exp,
+    fade,
+    load_angles,
+    load_keys,
+    load_rows,
+    load_vector,
+    store_matrix,
+    store_vector,
+    turned,
+)
 
 
 @triton.jit
@@ -93,3 +103,46 @@ def span_sums(
         store_matrix(target, col, vcol, real, D, V, DH, VB)
         if LRPE:
             store_matrix(target + D * V, col, vcol, imag, D, V, DH, VB)
+
+
+@triton.jit
+def join_spans(
+    sequences_ptr, tops_ptr, totals_ptr, piece_kv_ptr, move_ptr, max0_ptr, sum0_ptr, kv0_ptr, H,
+    D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, LRPE: tl.constexpr, INITIAL: tl.constexpr,
+):  # fmt: skip
+    """`scan_spans` of `triton_forward` where each piece has a maximum and mass of its own, `tops` and `totals` [pieces, H, D],
+    and its kv is in units of exp(top): from what each adds to what it finds, all in place. One program a (sequence, head,
+    slice of features)."""
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, vcol = tl.program_id(2) * BD + tl.arange(0, BD), tl.arange(0, VP)
+    start = tl.load(sequences_ptr + sequence * 4).to(tl.int64)
+    SIZE: tl.constexpr = (2 if LRPE else 1) * D * V
+    state = sequence * H + head
+    real = tl.zeros([BD, VP], tl.float32)
+    imag = tl.zeros([BD, VP], tl.float32)
+    top = tl.full([BD], float("-inf"), tl.float32)
+    total = tl.zeros([BD], tl.float32)
+    if INITIAL:
+        top, total = load_vector(max0_ptr + state * D, row, D, BD), load_vector(sum0_ptr + state * D, row, D, BD)
+        real, imag = load_halves(kv0_ptr + state * SIZE, row, vcol, D, V, BD, VP, LRPE)
+    if LRPE:
+        cos, sin = load_vector(move_ptr + head * D, row, D, BD), load_vector(move_ptr + (H + head) * D, row, D, BD)
+    for i in range(0, tl.load(sequences_ptr + sequence * 4 + 2)):
+        at = (start + i) * H + head
+        peak, mass = load_vector(tops_ptr + at * D, row, D, BD), load_vector(totals_ptr + at * D, row, D, BD)
+        real_added, imag_added = load_halves(piece_kv_ptr + at * SIZE, row, vcol, D, V, BD, VP, LRPE)
+        store_vector(tops_ptr + at * D, row, top, D, BD)
+        store_vector(totals_ptr + at * D, row, total, D, BD)
+        store_matrix(piece_kv_ptr + at * SIZE, row, vcol, real, D, V, BD, VP)
+        if LRPE:
+            store_matrix(piece_kv_ptr + at * SIZE + D * V, row, vcol, imag, D, V, BD, VP)
+        new = tl.maximum(top, peak)
+        faded, counted = fade(top, new), fade(peak, new)
+        total = total * faded + mass * counted
+        top = new
+        if LRPE:
+            real, imag = turned(real, imag, cos * faded, sin * faded)
+            imag += imag_added * counted[:, None]
+            real += real_added * counted[:, None]
+        else:
+            real = real * faded[:, None] + real_added * counted[:, None]

@@ -8,10 +8,12 @@
 // then 8 sines, so that both halves of a feature belong to one lane and states turn without an exchange. Places go from t
 // to t by a turn of 8 tokens, from the table's float32.
 //
-// With UNITS (forward, a sequence one span) it also does what triton_units does: units, masses and flags of the blocks, whose
-// keys it has on chip, and the last maxima and sums.
+// With UNITS (forward) a chain begins with maxima and sums, not with known units, and also does what triton_units does: units,
+// masses and flags of the blocks, whose keys it has on chip, and the last maxima and sums. With SUMS it leaves nothing of
+// its blocks, and of a piece, not a span, what the piece adds or asks (triton_span_sums): forward together with maxima and
+// sums of its own. Its state does not turn: places count from the block that comes first.
 //
-// Given by the compiler: BACKWARD, UNITS, LRPE; D and V, widths; BLOCKS on a multiprocessor, STAGES of the pipeline; WARPS (4).
+// Given by the compiler: BACKWARD, UNITS, SUMS, LRPE; D and V, widths; BLOCKS on a multiprocessor, STAGES of the pipeline; WARPS (4).
 
 constexpr float LOG2E = 1.4426950408889634f, SAFE_GROWTH = 80.f;
 constexpr u32 NO_KEYS = 0xff80ff80u;  // -inf
@@ -19,7 +21,7 @@ constexpr int BT = 64, WINDOW = 4, FIELDS = 9, FIRST_PIECE = 7, LAST_PIECE = 8;
 constexpr int OWN = 16, SLICE = OWN * WARPS, SLICES = D / SLICE, THREADS = 32 * WARPS;
 constexpr int HALVES = LRPE ? 2 : 1, TILES = HALVES, COLUMN_TILES = V / 8;
 constexpr int STATE = HALVES * D * V;  // numbers of a head's state in memory
-constexpr int SLOT = BT * (SLICE + V), STAGED = HALVES * OWN * V;
+constexpr int SLOT = BT * (SLICE + V), STAGED = SUMS ? 0 : HALVES * OWN * V;
 constexpr int BYTES = 2 * (STAGES * SLOT + WARPS * STAGED) + LRPE * 6 * THREADS * 8;
 
 extern "C" __device__ int shared_bytes = BYTES;
@@ -139,6 +141,10 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
   const int slice = blockIdx.x % (u32)SLICES * SLICE, own = slice + warp * OWN, feature = own + g;
   const int *fields = spans + span * FIELDS, length = fields[2], place = fields[4], blocks = (length + BT - 1) / BT;
   const i64 block = fields[3], sequence = fields[5] * heads + head;
+  if (SUMS && (BACKWARD ? place == 0 : fields[6] != 0)) return;  // nobody asks
+  // from: 0, nothing; 1, of pieces; 2, of sequences.
+  const i64 source = from == 1 ? (i64)fields[BACKWARD ? LAST_PIECE : FIRST_PIECE] * heads + head : sequence;
+  const i64 target = SUMS ? which : sequence;
   u16* staged = memory + STAGES * SLOT + warp * STAGED;
   // With LRPE the thread's angles that it does not need at all times: of its first tokens (f, e), and of a block (4 + f).
   float2* angles = (float2*)(memory + STAGES * SLOT + WARPS * STAGED) + threadIdx.x;
@@ -173,7 +179,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
   // The chain's own numbers, [2]: of features g and g + 8 of the warp's.
   State state;
   float enters[2], leaves[2], factor_cos[2], factor_sin[2], sum[2] = {0.f, 0.f};
-  float step_cos[2], step_sin[2];
+  float step_cos[2], step_sin[2], base_cos[2] = {1.f, 1.f}, base_sin[2] = {0.f, 0.f};  // base: with SUMS, of a block's first token
 #pragma unroll
   for (int m = 0; m < TILES; m++)
 #pragma unroll
@@ -187,7 +193,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
 #pragma unroll
   for (int f = 0; f < 2; f++) {
     if (UNITS) {
-      if (top_before) top[f] = top_before[sequence * D + feature + f * 8], total[f] = sum_before[sequence * D + feature + f * 8];
+      if (from) top[f] = top_before[source * D + feature + f * 8], total[f] = sum_before[source * D + feature + f * 8];
       leaves[f] = top[f];
     } else {
       enters[f] = enter[unit_at + f * 8], leaves[f] = leave[unit_at + f * 8];
@@ -204,10 +210,8 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
       angles[(2 * f + e) * THREADS] = two;
     }
   }
-  // from: 0, nothing; 1, of pieces; 2, of sequences.
-  const bool earlier = !BACKWARD && from == 1 && place > 0;
-  if (from && (BACKWARD || earlier || top_before)) {
-    const i64 source = from == 1 ? fields[BACKWARD ? LAST_PIECE : FIRST_PIECE] * heads + head : sequence;
+  const bool earlier = !BACKWARD && !UNITS && from == 1 && place > 0;  // the unit is that of the block before
+  if (!SUMS && from && (BACKWARD || earlier || top_before)) {
     move<true>(state, before + source * STATE + feature * V + 2 * t);
     if (!UNITS) {
       const int rest = length - first * BT;
@@ -258,11 +262,11 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
         const float faded = fade(leaves[f], enters[f]);
         leaves[f] = fast ? end : enters[f];
         factor_cos[f] = faded, factor_sin[f] = 0.f;
-        if (LRPE && left_over < blocks) {  // at its first token a state is where it should be
+        if (LRPE && !SUMS && left_over < blocks) {  // at its first token a state is where it should be
           const float2 two = angles[(4 + f) * THREADS];
           factor_cos[f] *= two.x, factor_sin[f] = two.y * faded;
         }
-        if (t == 0) {
+        if (!SUMS && t == 0) {
           const i64 at = unit_at + f * 8;
           enter[at] = enters[f], leave[at] = leaves[f], mass[at] = total[f] * fade(top[f], enters[f]);
         }
@@ -270,10 +274,14 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
         top[f] = end;
         flagged |= fast;
       }
-      if (some(flagged) && lane == 0) flag[unit_at / D] = 1;
-      turn(state, factor_cos, factor_sin);
+      if (SUMS) {
+        if (some(factor_cos[0] != 1.f || factor_cos[1] != 1.f)) scale(state, factor_cos);
+      } else {
+        if (some(flagged) && lane == 0) flag[unit_at / D] = 1;
+        turn(state, factor_cos, factor_sin);
+      }
     }
-    store(state, staged, spots, kept, lane);
+    if (!SUMS) store(state, staged, spots, kept, lane);
     float crossed[2], target[2];
     bool crossing = false;
 #pragma unroll
@@ -296,6 +304,9 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
       for (int e = 0; e < 2 * LRPE; e++) {
         const float2 two = angles[(2 * f + e) * THREADS];
         run_cos[f][e] = two.x, run_sin[f][e] = two.y;
+        if (!SUMS) continue;
+        run_cos[f][e] = two.x * base_cos[f] - two.y * base_sin[f];
+        run_sin[f][e] = two.y * base_cos[f] + two.x * base_sin[f];
       }
 #pragma unroll
     for (int k = 0; k < BT; k += 16) {
@@ -348,7 +359,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
         for (int m = 0; m < TILES; m++) product16(state[m][j], operand[m], columns), product16(state[m][j + 1], operand[m], columns + 2);
       }
     }
-    if (BACKWARD && LRPE) {
+    if (BACKWARD && LRPE && !SUMS) {
       const int at = place + left_over - 1;
       if (at % WINDOW == 0 && at > 0) {
 #pragma unroll
@@ -373,21 +384,31 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
     }
     if (left_over == 1) break;
     rest -= on;
+#pragma unroll
+    for (int f = 0; f < 2 * (LRPE && SUMS); f++) {
+      const float2 two = angles[(4 + f) * THREADS];
+      const float before = base_cos[f];
+      base_cos[f] = before * two.x - base_sin[f] * two.y, base_sin[f] = base_sin[f] * two.x + before * two.y;
+    }
     if (UNITS) continue;
 #pragma unroll
     for (int f = 0; f < 2; f++) {
       const float faded = BACKWARD ? exp2_of((next_leaves[f] - enters[f]) * LOG2E) : fade(leaves[f], next_enters[f]);
       factor_cos[f] = faded, factor_sin[f] = 0.f;
-      if (LRPE) {
+      if (LRPE && !SUMS) {
         const float2 two = angles[(4 + f) * THREADS];
         factor_cos[f] *= two.x, factor_sin[f] = two.y * faded;
       }
       enters[f] = next_enters[f], leaves[f] = next_leaves[f];
     }
-    turn(state, factor_cos, factor_sin);
+    if (SUMS) {
+      if (some(factor_cos[0] != 1.f || factor_cos[1] != 1.f)) scale(state, factor_cos);
+    } else {
+      turn(state, factor_cos, factor_sin);
+    }
   }
 
-  if (BACKWARD && LRPE) {
+  if (BACKWARD && LRPE && !SUMS) {
 #pragma unroll
     for (int f = 0; f < 2; f++) {
       sum[f] += exchanged(sum[f], 1);
@@ -395,17 +416,21 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
       if (t == 0) moved[which * D + feature + f * 8] = sum[f] * (WINDOW * BT);
     }
   }
-  if (!after || (BACKWARD ? place != 0 : fields[6] == 0)) return;
-  if (!BACKWARD) {
+  if (!after || (!SUMS && (BACKWARD ? place != 0 : fields[6] == 0))) return;
 #pragma unroll
-    for (int f = 0; f < 2; f++) {
-      const i64 at = sequence * D + feature + f * 8;
-      if (UNITS && t == 0) top_after[at] = top[f], sum_after[at] = total[f];
-      const float faded = exp2_of((leaves[f] - (UNITS ? top[f] : top_after[at])) * LOG2E);
-      factor_cos[f] = faded, factor_sin[f] = 0.f;
-      if (LRPE) factor_cos[f] *= turns[rest * 2 * D + f * 8], factor_sin[f] = faded * turns[(rest * 2 + 1) * D + f * 8];
+  for (int f = 0; f < 2; f++) {
+    const i64 at = target * D + feature + f * 8;
+    if (UNITS && t == 0) top_after[at] = top[f], sum_after[at] = total[f];
+    const float faded = BACKWARD ? 1.f : exp2_of((leaves[f] - (UNITS ? top[f] : top_after[at])) * LOG2E);
+    factor_cos[f] = faded, factor_sin[f] = 0.f;
+    if (!LRPE) continue;
+    float cos = base_cos[f], sin = base_sin[f];
+    if (!BACKWARD) {
+      const float2 past = {turns[rest * 2 * D + f * 8], turns[(rest * 2 + 1) * D + f * 8]};
+      cos = base_cos[f] * past.x - base_sin[f] * past.y, sin = base_sin[f] * past.x + base_cos[f] * past.y;
     }
-    turn(state, factor_cos, factor_sin);
+    factor_cos[f] = faded * cos, factor_sin[f] = faded * sin;
   }
-  move<false>(state, after + sequence * STATE + feature * V + 2 * t);
+  if (SUMS || !BACKWARD) turn(state, factor_cos, factor_sin);
+  move<false>(state, after + target * STATE + feature * V + 2 * t);
 }
