@@ -15,9 +15,10 @@ DEVICE = "cuda"
 Pair = tuple[Tensor | None, Tensor | None]
 FILES = ("warp.cuh", "causal_chain.cu")
 SLICE = 64  # features of a block of threads
-# By (backward, LRPE): blocks of threads on a multiprocessor and stages of the pipeline, as measured (benchmarks/LOG.md).
-TUNED = {(False, True): (2, 2), (False, False): (2, 2), (True, True): (2, 2), (True, False): (2, 3)}
-SUMMED = {True: (2, 3), False: (2, 3)}  # of sums, by LRPE
+# By (backward, LRPE), of chains and of sums: warps, blocks of threads on a multiprocessor, stages of the pipeline; as measured
+# (benchmarks/LOG.md). Without LRPE a warp's tile is 16 features, so that there are four.
+TUNED = {(False, True): (4, 2, 2), (False, False): (4, 2, 2), (True, True): (4, 2, 2), (True, False): (4, 2, 3)}
+SUMMED = {(False, True): (8, 2, 3), (False, False): (4, 2, 3), (True, True): (8, 2, 3), (True, False): (4, 2, 3)}
 
 
 @constant_result
@@ -58,10 +59,10 @@ def chain(
     """
     heads, D, V = left.shape[2], left.shape[3], right.shape[3]
     left, right = _aligned(left), _aligned(right)
-    at_once, stages = SUMMED[found.turn is not None] if sums else TUNED[backward, found.turn is not None]
+    warps, at_once, stages = (SUMMED if sums else TUNED)[backward, found.turn is not None]
     constants = {
         "BACKWARD": int(backward), "UNITS": int(units), "SUMS": int(sums), "LRPE": int(found.turn is not None), "D": D, "V": V,
-        "WARPS": SLICE // 16, "BLOCKS": at_once, "STAGES": stages,
+        "WARPS": warps, "BLOCKS": at_once, "STAGES": stages,
     }  # fmt: skip
     cuda_launch.launch(
         "causal_chain", FILES, constants, spans.shape[0] * heads * (D // SLICE),

@@ -240,18 +240,15 @@ def joined_spans(
     initial: tuple[Tensor, ...] | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Into `held` the kv that each piece finds, in units of exp(maximum); the maxima and sums, [pieces, H, D]."""
-    tops, totals = (torch.empty(*held.shape[:2], shape.D, device=held.device) for _ in range(2))
-    none = None, None
-    states = None, held, None, 0
-    cuda_chains.chain(
-        key, value, table.pieces, found, None, none, (tops, totals), *states, units=True, sums=True
-    )  # fmt: skip
+    tops, totals, *begin = (torch.empty(*held.shape[:2], shape.D, device=held.device) for _ in range(4))
+    states = (None, None), (tops, totals), None, held, None, 0
+    cuda_chains.chain(key, value, table.pieces, found, None, *states, units=True, sums=True)
     arguments = shape.of_states()
     launch(span_kernels.join_spans, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["BD"])))(
-        table.piece_ranges, tops, totals, held, span_moves(theta, table), *(initial or (None,) * 3), shape.heads,
+        table.piece_ranges, tops, totals, *begin, held, span_moves(theta, table), *(initial or (None,) * 3), shape.heads,
         INITIAL=initial is not None, **arguments,
     )  # fmt: skip
-    return tops, totals
+    return begin[0], begin[1]
 
 
 def forward(

@@ -107,12 +107,13 @@ def span_sums(
 
 @triton.jit
 def join_spans(
-    sequences_ptr, tops_ptr, totals_ptr, piece_kv_ptr, move_ptr, max0_ptr, sum0_ptr, kv0_ptr, H,
+    sequences_ptr, tops_ptr, totals_ptr, found_tops_ptr, found_totals_ptr, piece_kv_ptr, move_ptr, max0_ptr, sum0_ptr,
+    kv0_ptr, H,
     D: tl.constexpr, V: tl.constexpr, BD: tl.constexpr, VP: tl.constexpr, LRPE: tl.constexpr, INITIAL: tl.constexpr,
 ):  # fmt: skip
     """`scan_spans` of `triton_forward` where each piece has a maximum and mass of its own, `tops` and `totals` [pieces, H, D],
-    and its kv is in units of exp(top): from what each adds to what it finds, all in place. One program a (sequence, head,
-    slice of features)."""
+    and its kv is in units of exp(top): from what each adds to what it finds, kv in place. (Not so the vectors: warps that
+    hold them at once would read what another has written.) One program a (sequence, head, slice of features)."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, vcol = tl.program_id(2) * BD + tl.arange(0, BD), tl.arange(0, VP)
     start = tl.load(sequences_ptr + sequence * 4).to(tl.int64)
@@ -131,8 +132,8 @@ def join_spans(
         at = (start + i) * H + head
         peak, mass = load_vector(tops_ptr + at * D, row, D, BD), load_vector(totals_ptr + at * D, row, D, BD)
         real_added, imag_added = load_halves(piece_kv_ptr + at * SIZE, row, vcol, D, V, BD, VP, LRPE)
-        store_vector(tops_ptr + at * D, row, top, D, BD)
-        store_vector(totals_ptr + at * D, row, total, D, BD)
+        store_vector(found_tops_ptr + at * D, row, top, D, BD)
+        store_vector(found_totals_ptr + at * D, row, total, D, BD)
         store_matrix(piece_kv_ptr + at * SIZE, row, vcol, real, D, V, BD, VP)
         if LRPE:
             store_matrix(piece_kv_ptr + at * SIZE + D * V, row, vcol, imag, D, V, BD, VP)

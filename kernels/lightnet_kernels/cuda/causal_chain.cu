@@ -18,11 +18,13 @@
 constexpr float LOG2E = 1.4426950408889634f, SAFE_GROWTH = 80.f;
 constexpr u32 NO_KEYS = 0xff80ff80u;  // -inf
 constexpr int BT = 64, WINDOW = 4, FIELDS = 9, FIRST_PIECE = 7, LAST_PIECE = 8;
-constexpr int OWN = 16, SLICE = OWN * WARPS, SLICES = D / SLICE, THREADS = 32 * WARPS;
-constexpr int HALVES = LRPE ? 2 : 1, TILES = HALVES, COLUMN_TILES = V / 8;
+constexpr int SLICE = 64, OWN = SLICE / WARPS, SLICES = D / SLICE, THREADS = 32 * WARPS;
+constexpr int F = OWN / 8;  // features of a lane
+constexpr int HALVES = LRPE ? 2 : 1, TILES = LRPE ? F : 1, COLUMN_TILES = V / 8;
+static_assert(LRPE || F == 2, "a tile is 16 features");
 constexpr int STATE = HALVES * D * V;  // numbers of a head's state in memory
 constexpr int SLOT = BT * (SLICE + V), STAGED = SUMS ? 0 : HALVES * OWN * V;
-constexpr int BYTES = 2 * (STAGES * SLOT + WARPS * STAGED) + LRPE * 6 * THREADS * 8;
+constexpr int BYTES = 2 * (STAGES * SLOT + WARPS * STAGED) + LRPE * 3 * F * THREADS * 8;
 
 extern "C" __device__ int shared_bytes = BYTES;
 
@@ -54,7 +56,13 @@ template <int WIDTH> DEVICE void fetch(u16* to, const u16* from, i64 step, int t
 
 DEVICE float fade(float source, float target) { return source == -INFINITE ? 0.f : exp2_of((source - target) * LOG2E); }
 
-typedef float State[TILES][COLUMN_TILES][4];
+typedef float State[TILES][COLUMN_TILES][4], Each[F];
+
+// Of 16 tokens features g, tokens from 0 and 8 on, then features g + 8.
+DEVICE void load_keys(u32* r, const u16* at) {
+  if (F == 2) load_turned4(r, at);
+  else load_turned2(r, at);
+}
 
 // A pair of neighbours of feature f in half h.
 DEVICE float* pair(State& state, int f, int h, int j) { return LRPE ? &state[f][j][2 * h] : &state[0][j][2 * f]; }
@@ -62,7 +70,7 @@ DEVICE float* pair(State& state, int f, int h, int j) { return LRPE ? &state[f][
 // The state times a factor a feature; with LRPE a complex one.
 DEVICE void turn(State& state, const float* cos, const float* sin) {
 #pragma unroll
-  for (int f = 0; f < 2; f++)
+  for (int f = 0; f < F; f++)
 #pragma unroll
     for (int j = 0; j < COLUMN_TILES; j++)
 #pragma unroll
@@ -79,9 +87,13 @@ DEVICE void turn(State& state, const float* cos, const float* sin) {
       }
 }
 
-DEVICE void scale(State& state, const float* by) {
+DEVICE void rescale(State& state, const float* by) {
+  bool changes = false;
 #pragma unroll
-  for (int f = 0; f < 2; f++)
+  for (int f = 0; f < F; f++) changes |= by[f] != 1.f;
+  if (!some(changes)) return;
+#pragma unroll
+  for (int f = 0; f < F; f++)
 #pragma unroll
     for (int h = 0; h < HALVES; h++)
 #pragma unroll
@@ -91,7 +103,7 @@ DEVICE void scale(State& state, const float* by) {
 // A state of float32 from or to memory, from the lane's first feature and value feature on.
 template <bool LOAD> DEVICE void move(State& state, float* memory) {
 #pragma unroll
-  for (int f = 0; f < 2; f++)
+  for (int f = 0; f < F; f++)
 #pragma unroll
     for (int h = 0; h < HALVES; h++)
 #pragma unroll
@@ -146,7 +158,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
   const i64 source = from == 1 ? (i64)fields[BACKWARD ? LAST_PIECE : FIRST_PIECE] * heads + head : sequence;
   const i64 target = SUMS ? which : sequence;
   u16* staged = memory + STAGES * SLOT + warp * STAGED;
-  // With LRPE the thread's angles that it does not need at all times: of its first tokens (f, e), and of a block (4 + f).
+  // With LRPE the thread's angles that it does not need at all times: of its first tokens (f, e), and of a block (2 F + f).
   float2* angles = (float2*)(memory + STAGES * SLOT + WARPS * STAGED) + threadIdx.x;
   left += fields[0] * left_b + fields[1] * left_t + head * left_h + slice;
   right += fields[0] * right_b + fields[1] * right_t + head * right_h;
@@ -156,7 +168,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
   const i64 next_unit = heads * D, next_state = heads * STATE;
 
   const Spots spots(lane);
-  const int key_spot = spot<SLICE>(lane & 15, warp * 2 + (lane >> 4));
+  const int key_spot = spot<SLICE>(lane & 15, warp * F + (lane >> 4) % F);
 
   // Blocks in turn, one more with every call.
   constexpr int LEFT_ROWS = THREADS / (SLICE / 8), RIGHT_ROWS = THREADS / COLUMN_TILES;
@@ -176,10 +188,11 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) load(memory + i * SLOT);
 
-  // The chain's own numbers, [2]: of features g and g + 8 of the warp's.
+  // The chain's own numbers; of features g (and g + 8) of the warp's.
   State state;
-  float enters[2], leaves[2], factor_cos[2], factor_sin[2], sum[2] = {0.f, 0.f};
-  float step_cos[2], step_sin[2], base_cos[2] = {1.f, 1.f}, base_sin[2] = {0.f, 0.f};  // base: with SUMS, of a block's first token
+  Each enters, leaves, factor_cos, factor_sin, sum, step_cos, step_sin;
+  Each base_cos, base_sin;  // with SUMS, of a block's first token
+  Each top, total;          // with UNITS, of all earlier keys
 #pragma unroll
   for (int m = 0; m < TILES; m++)
 #pragma unroll
@@ -189,9 +202,9 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
   i64 unit_at = ((block + first) * heads + head) * D + feature;
   kept += first * next_state;
   if (BACKWARD && LRPE) found += first * next_state;
-  float top[2] = {-INFINITE, -INFINITE}, total[2] = {0.f, 0.f};  // with UNITS: of all earlier keys
 #pragma unroll
-  for (int f = 0; f < 2; f++) {
+  for (int f = 0; f < F; f++) {
+    sum[f] = 0.f, base_cos[f] = 1.f, base_sin[f] = 0.f, top[f] = -INFINITE, total[f] = 0.f;
     if (UNITS) {
       if (from) top[f] = top_before[source * D + feature + f * 8], total[f] = sum_before[source * D + feature + f * 8];
       leaves[f] = top[f];
@@ -202,7 +215,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
     float2 two;
     two.x = turns[BT * 2 * D + f * 8], two.y = turns[(BT * 2 + 1) * D + f * 8];
     if (BACKWARD) two.y = -two.y;
-    angles[(4 + f) * THREADS] = two;
+    angles[(2 * F + f) * THREADS] = two;
     step_cos[f] = turns[8 * 2 * D + f * 8], step_sin[f] = turns[(8 * 2 + 1) * D + f * 8];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
@@ -216,7 +229,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
     if (!UNITS) {
       const int rest = length - first * BT;
 #pragma unroll
-      for (int f = 0; f < 2; f++) {
+      for (int f = 0; f < F; f++) {
         factor_cos[f] = 1.f, factor_sin[f] = 0.f;
         if (BACKWARD && LRPE) factor_cos[f] = turns[rest * 2 * D + f * 8], factor_sin[f] = -turns[(rest * 2 + 1) * D + f * 8];
         if (!BACKWARD) factor_cos[f] = fade(earlier ? leave[unit_at + f * 8 - next_unit] : top_before[sequence * D + feature + f * 8], enters[f]);
@@ -242,28 +255,30 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
     }
     slot = slot + 1 < STAGES ? slot + 1 : 0;
     if (UNITS) {
-      u32 peaks[2] = {NO_KEYS, NO_KEYS};
+      u32 peaks[F];
+#pragma unroll
+      for (int f = 0; f < F; f++) peaks[f] = NO_KEYS;
 #pragma unroll
       for (int k = 0; k < BT; k += 16) {
         u32 r[4];
-        load_turned4(r, tokens + k * SLICE + key_spot);
+        load_keys(r, tokens + k * SLICE + key_spot);
 #pragma unroll
-        for (int f = 0; f < 2; f++) peaks[f] = larger2(peaks[f], larger2(r[2 * f], r[2 * f + 1]));
+        for (int f = 0; f < F; f++) peaks[f] = larger2(peaks[f], larger2(r[2 * f], r[2 * f + 1]));
       }
       bool flagged = false;
 #pragma unroll
-      for (int f = 0; f < 2; f++) {
+      for (int f = 0; f < F; f++) {
         float peak = fmaxf(low(peaks[f]), high(peaks[f]));
         peak = fmaxf(peak, exchanged(peak, 1));
         peak = fmaxf(peak, exchanged(peak, 2));
-        const float begin = fmaxf(top[f], low(tokens[(warp * 2 + f) * 8 + g])), end = fmaxf(top[f], peak);
+        const float begin = fmaxf(top[f], low(tokens[(warp * F + f) * 8 + g])), end = fmaxf(top[f], peak);
         const bool fast = end - begin > SAFE_GROWTH;
         enters[f] = fast ? begin : begin + 0.5f * (end - begin);
         const float faded = fade(leaves[f], enters[f]);
         leaves[f] = fast ? end : enters[f];
         factor_cos[f] = faded, factor_sin[f] = 0.f;
         if (LRPE && !SUMS && left_over < blocks) {  // at its first token a state is where it should be
-          const float2 two = angles[(4 + f) * THREADS];
+          const float2 two = angles[(2 * F + f) * THREADS];
           factor_cos[f] *= two.x, factor_sin[f] = two.y * faded;
         }
         if (!SUMS && t == 0) {
@@ -275,31 +290,30 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
         flagged |= fast;
       }
       if (SUMS) {
-        if (some(factor_cos[0] != 1.f || factor_cos[1] != 1.f)) scale(state, factor_cos);
+        rescale(state, factor_cos);
       } else {
         if (some(flagged) && lane == 0) flag[unit_at / D] = 1;
         turn(state, factor_cos, factor_sin);
       }
     }
     if (!SUMS) store(state, staged, spots, kept, lane);
-    float crossed[2], target[2];
-    bool crossing = false;
+    Each crossed, target;
 #pragma unroll
-    for (int f = 0; f < 2; f++) {
-      crossing |= enters[f] != leaves[f];
+    for (int f = 0; f < F; f++) {
       crossed[f] = exp2_of((enters[f] - leaves[f]) * LOG2E);
       target[f] = leaves[f] * LOG2E;
     }
-    if (some(crossing)) scale(state, crossed);
+    rescale(state, crossed);
     // To the next block's unit and place.
     unit_at += on / BT * next_unit, kept += on / BT * next_state;
-    float next_enters[2], next_leaves[2], added[2] = {0.f, 0.f};
+    Each next_enters, next_leaves, added;
 #pragma unroll
-    for (int f = 0; f < 2 * !UNITS; f++)
+    for (int f = 0; f < F * !UNITS; f++)
       if (left_over > 1) next_enters[f] = enter[unit_at + f * 8], next_leaves[f] = leave[unit_at + f * 8];
-    float run_cos[2][2], run_sin[2][2];
+    float run_cos[F][2], run_sin[F][2];
 #pragma unroll
-    for (int f = 0; f < 2; f++)
+    for (int f = 0; f < F; f++) {
+      added[f] = 0.f;
 #pragma unroll
       for (int e = 0; e < 2 * LRPE; e++) {
         const float2 two = angles[(2 * f + e) * THREADS];
@@ -308,16 +322,17 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
         run_cos[f][e] = two.x * base_cos[f] - two.y * base_sin[f];
         run_sin[f][e] = two.y * base_cos[f] + two.x * base_sin[f];
       }
+    }
 #pragma unroll
     for (int k = 0; k < BT; k += 16) {
-      u32 r[4], operand[TILES][4];  // r: features g, tokens from 0 and 8 on, then features g + 8
-      load_turned4(r, tokens + k * SLICE + key_spot);
+      u32 r[4], operand[TILES][4];
+      load_keys(r, tokens + k * SLICE + key_spot);
       if (BACKWARD && !LRPE) {
         operand[0][0] = r[0], operand[0][1] = r[2], operand[0][2] = r[1], operand[0][3] = r[3];
       } else {
-        float x[2][4];
+        float x[F][4];
 #pragma unroll
-        for (int f = 0; f < 2; f++)
+        for (int f = 0; f < F; f++)
 #pragma unroll
           for (int e = 0; e < 4; e++) {
             const u32 two = r[f * 2 + e / 2];
@@ -326,13 +341,13 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
           }
         if (UNITS) {
 #pragma unroll
-          for (int f = 0; f < 2; f++)
+          for (int f = 0; f < F; f++)
 #pragma unroll
             for (int e = 0; e < 4; e++) added[f] += x[f][e];
         }
         if (LRPE) {
 #pragma unroll
-          for (int f = 0; f < 2; f++) {
+          for (int f = 0; f < F; f++) {
             float up[4], down[4];
 #pragma unroll
             for (int e = 0; e < 4; e++) {
@@ -348,7 +363,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
           }
         } else {
 #pragma unroll
-          for (int f = 0; f < 2; f++) operand[0][f] = packed(x[f][0], x[f][1]), operand[0][f + 2] = packed(x[f][2], x[f][3]);
+          for (int f = 0; f < F; f++) operand[0][f] = packed(x[f][0], x[f][1]), operand[0][f + 2] = packed(x[f][2], x[f][3]);
         }
       }
 #pragma unroll
@@ -363,7 +378,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
       const int at = place + left_over - 1;
       if (at % WINDOW == 0 && at > 0) {
 #pragma unroll
-        for (int f = 0; f < 2; f++)
+        for (int f = 0; f < F; f++)
 #pragma unroll
           for (int j = 0; j < COLUMN_TILES; j++) {
             const u32 real = *(const u32*)(found + f * 8 * V + j * 8), imag = *(const u32*)(found + (D + f * 8) * V + j * 8);
@@ -376,7 +391,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
     }
     if (UNITS) {
 #pragma unroll
-      for (int f = 0; f < 2; f++) {
+      for (int f = 0; f < F; f++) {
         added[f] += exchanged(added[f], 1);
         added[f] += exchanged(added[f], 2);
         total[f] += added[f] * exp2_of((leaves[f] - top[f]) * LOG2E);
@@ -385,24 +400,24 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
     if (left_over == 1) break;
     rest -= on;
 #pragma unroll
-    for (int f = 0; f < 2 * (LRPE && SUMS); f++) {
-      const float2 two = angles[(4 + f) * THREADS];
+    for (int f = 0; f < F * (LRPE && SUMS); f++) {
+      const float2 two = angles[(2 * F + f) * THREADS];
       const float before = base_cos[f];
       base_cos[f] = before * two.x - base_sin[f] * two.y, base_sin[f] = base_sin[f] * two.x + before * two.y;
     }
     if (UNITS) continue;
 #pragma unroll
-    for (int f = 0; f < 2; f++) {
+    for (int f = 0; f < F; f++) {
       const float faded = BACKWARD ? exp2_of((next_leaves[f] - enters[f]) * LOG2E) : fade(leaves[f], next_enters[f]);
       factor_cos[f] = faded, factor_sin[f] = 0.f;
       if (LRPE && !SUMS) {
-        const float2 two = angles[(4 + f) * THREADS];
+        const float2 two = angles[(2 * F + f) * THREADS];
         factor_cos[f] *= two.x, factor_sin[f] = two.y * faded;
       }
       enters[f] = next_enters[f], leaves[f] = next_leaves[f];
     }
     if (SUMS) {
-      if (some(factor_cos[0] != 1.f || factor_cos[1] != 1.f)) scale(state, factor_cos);
+      rescale(state, factor_cos);
     } else {
       turn(state, factor_cos, factor_sin);
     }
@@ -410,7 +425,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
 
   if (BACKWARD && LRPE && !SUMS) {
 #pragma unroll
-    for (int f = 0; f < 2; f++) {
+    for (int f = 0; f < F; f++) {
       sum[f] += exchanged(sum[f], 1);
       sum[f] += exchanged(sum[f], 2);
       if (t == 0) moved[which * D + feature + f * 8] = sum[f] * (WINDOW * BT);
@@ -418,7 +433,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
   }
   if (!after || (!SUMS && (BACKWARD ? place != 0 : fields[6] == 0))) return;
 #pragma unroll
-  for (int f = 0; f < 2; f++) {
+  for (int f = 0; f < F; f++) {
     const i64 at = target * D + feature + f * 8;
     if (UNITS && t == 0) top_after[at] = top[f], sum_after[at] = total[f];
     const float faded = BACKWARD ? 1.f : exp2_of((leaves[f] - (UNITS ? top[f] : top_after[at])) * LOG2E);

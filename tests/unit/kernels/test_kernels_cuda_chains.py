@@ -25,7 +25,7 @@ def test_table_under_the_interpreter():
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch, tmp_path_factory):
-    """(backward, LRPE) of the chains that ran: of both passes, in each test."""
+    """(backward, LRPE, sums) of the kernels that ran: of both passes, in each test."""
     if not INSIDE:
         yield
         return
@@ -33,7 +33,7 @@ def launched(monkeypatch, tmp_path_factory):
     launch = launcher(tmp_path_factory.getbasetemp())
 
     def watched(name, files, constants, *rest):
-        seen.append((constants["BACKWARD"], constants["LRPE"]))
+        seen.append((constants["BACKWARD"], constants["LRPE"], constants["SUMS"]))
         launch(name, files, constants, *rest)
 
     monkeypatch.setattr(cuda_launch, "launch", watched)
@@ -41,7 +41,7 @@ def launched(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(cuda_chains, "DEVICE", "cpu")
     with uninitialized_memory_holds_nan(monkeypatch):
         yield seen
-    assert {backward for backward, _ in seen} == {0, 1}
+    assert {backward for backward, *_ in seen} == {0, 1}
 
 
 @inside
@@ -51,7 +51,7 @@ def launched(monkeypatch, tmp_path_factory):
 )
 def test_shapes(batch, tokens, heads, width, value_width, theta, launched):
     table.check(make(batch, tokens, heads, width, value_width, theta=theta), BF16, "cpu")
-    assert set(launched) == {(0, int(theta)), (1, int(theta))}
+    assert set(launched) == {(0, int(theta), 0), (1, int(theta), 0)}
 
 
 @inside
@@ -84,10 +84,25 @@ def test_segments(theta):
 
 @inside
 @pytest.mark.parametrize("theta", [True, False])
-def test_spans(theta):
-    """A sequence cut into spans, whose chains begin with what they find; the last block is short."""
-    assert len(triton_tables.tables(1, 1100, None, 64, 1, 1, torch.device("cpu")).spans) > 1
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_spans(theta, pieces, launched, monkeypatch):
+    """A sequence cut into spans, whose chains begin with what their pieces find; keys climb; the last block is short."""
+    monkeypatch.setattr(triton_tables, "pieces_of", lambda *_: pieces)
+    table.forget()
+    assert len(triton_tables.tables(1, 1100, None, 64, 1, 1, torch.device("cpu")).pieces) > pieces
     table.check_segments([1100, 40], BF16, "cpu", heads=1, width=64, value_width=64, theta=theta)
+    assert {(backward, int(theta), sums) for backward in (0, 1) for sums in (0, 1)} == set(launched)
+    table.forget()
+
+
+@inside
+@pytest.mark.parametrize(("theta", "warps"), [(True, 4), (True, 8), (False, 4)])
+def test_warps(theta, warps, monkeypatch):
+    """Chains and sums by tiles of 16 or 8 features a warp; keys climb, so that units leave blocks otherwise than they enter."""
+    for name in ("TUNED", "SUMMED"):
+        rules = getattr(cuda_chains, name)
+        monkeypatch.setattr(cuda_chains, name, {key: (warps, *rest) for key, (_, *rest) in rules.items()})
+    table.check_segments([1100], BF16, "cpu", heads=1, width=64, value_width=128, theta=theta, lift=150.0)
 
 
 @inside

@@ -12,7 +12,7 @@ import torch
 from lightnet_kernels import ScanState, additive_scan, backends
 
 pytest.importorskip("triton")
-from lightnet_kernels import triton_replay, triton_shape, triton_tables
+from lightnet_kernels import triton_shape, triton_tables
 
 from tests.gpu import test_scan as on_card
 
@@ -122,14 +122,6 @@ def test_a_sequence_without_tokens_and_a_state(theta, cu_seqlens):
         assert (one[0, :, :4] == 0).all() and (one[0, :, 4:8] != 0).all()
 
 
-def forget():
-    """Tables and recordings of calls by rules that have been changed since."""
-    triton_tables.tables.cache_clear()
-    triton_shape.Shape.of.cache_clear()
-    triton_replay._recordings.clear()
-    triton_replay._layouts.clear()
-
-
 @pytest.fixture(params=[1, 2])
 def short_spans(request, monkeypatch):
     """Spans of two blocks, summed whole or block by block, and stretches of four; how many spans there are, given tokens."""
@@ -138,7 +130,7 @@ def short_spans(request, monkeypatch):
     monkeypatch.setattr(triton_tables, "PROGRAMS", 10**6)
     monkeypatch.setattr(triton_tables, "WINDOW", 1)
     monkeypatch.setattr(triton_tables, "pieces_of", lambda *_: request.param)
-    forget()
+    table.forget()
 
     def spans(tokens):
         found = triton_tables.tables(1, tokens, None, 64, 1, 1, torch.device("cpu"))
@@ -146,7 +138,7 @@ def short_spans(request, monkeypatch):
         return len(found.spans)
 
     yield spans
-    forget()
+    table.forget()
 
 
 @inside
@@ -169,7 +161,7 @@ def test_units_by_stretches(scale, cu_seqlens, monkeypatch):
     found = []
     for whole in (10**6, 1):
         monkeypatch.setattr(triton_shape, "WHOLE", whole)
-        forget()
+        table.forget()
         output, state = additive_scan(**inputs, **options, backend="triton")
         assert torch.equal(state.max.double(), end.max)
         assert relative(output, exact) < 1e-5 and relative(state.sum, end.sum) < 1e-5
@@ -211,7 +203,7 @@ def test_other_ways_to_sum_spans(theta, sums, short_spans, monkeypatch):
     rules = [*triton_shape.LAUNCH["span_sums"]]
     rules[theta] = rules[theta]._replace(**sums)
     monkeypatch.setitem(triton_shape.LAUNCH, "span_sums", tuple(rules))
-    forget()
+    table.forget()
     table.check(make(1, 400, 1, 72, 20, theta=theta), torch.bfloat16, "cpu")
 
 

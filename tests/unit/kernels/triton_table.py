@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import torch
-from lightnet_kernels import ScanState, additive_scan, merge_states
+from lightnet_kernels import ScanState, additive_scan, merge_states, triton_replay, triton_shape, triton_tables
 
 from . import kernel_oracle as oracle
 
@@ -42,9 +42,19 @@ def spiked(inputs, height):
     return inputs
 
 
-def check_segments(lengths, dtype, device, *, heads=2, width=24, value_width=20, theta=True):
-    """Packed segments are the segments one by one, with gradients."""
+def forget():
+    """Tables and recordings of calls by rules that have been changed since."""
+    triton_tables.tables.cache_clear()
+    triton_shape.Shape.of.cache_clear()
+    triton_replay._recordings.clear()
+    triton_replay._layouts.clear()
+
+
+def check_segments(lengths, dtype, device, *, heads=2, width=24, value_width=20, theta=True, lift=0.0):
+    """Packed segments are the segments one by one, with gradients. lift: nats by which some keys rise, each by another part of
+    it, from a third of the tokens on."""
     inputs = oracle.make(1, sum(lengths), heads, width, value_width, theta=theta)
+    inputs["key"][:, sum(lengths) // 3 :] += lift * torch.arange(width) / width
     leaves, _ = rounded(inputs, dtype)
     leaves = {name: x.to(device).requires_grad_() for name, x in leaves.items()}
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
