@@ -15,10 +15,10 @@ DEVICE = "cuda"
 Pair = tuple[Tensor | None, Tensor | None]
 FILES = ("warp.cuh", "causal_chain.cu")
 SLICE = 64  # features of a block of threads
-# By (backward, LRPE), of chains and of sums: warps, blocks of threads on a multiprocessor, stages of the pipeline; as measured
-# (benchmarks/LOG.md). Without LRPE a warp's tile is 16 features, so that there are four.
-TUNED = {(False, True): (4, 2, 2), (False, False): (4, 2, 2), (True, True): (4, 2, 2), (True, False): (4, 2, 3)}
-SUMMED = {(False, True): (8, 2, 3), (False, False): (4, 2, 3), (True, True): (8, 2, 3), (True, False): (4, 2, 3)}
+# By (backward, LRPE), of chains and of sums: warps, blocks of threads on a multiprocessor, stages of the pipeline, steps of a loop
+# of four that are written out; as measured (benchmarks/LOG.md). Without LRPE a warp's tile is 16 features, so that there are four.
+TUNED = {(False, True): (4, 2, 2, 4), (False, False): (4, 2, 2, 4), (True, True): (8, 2, 2, 4), (True, False): (4, 2, 3, 4)}
+SUMMED = {(False, True): (4, 2, 3, 4), (False, False): (4, 2, 3, 4), (True, True): (4, 2, 3, 4), (True, False): (4, 2, 3, 4)}
 
 
 @constant_result
@@ -33,6 +33,11 @@ def runs(device: torch.device, dtype: torch.dtype, D: int, V: int) -> bool:
 def _modern(device: torch.device) -> bool:
     """sm_90 and later: a warp stores a tile of its registers in one instruction."""
     return DEVICE != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _grouped(device: torch.device) -> bool:
+    """Whether four warps can multiply together, from shared memory."""
+    return DEVICE == "cuda" and torch.cuda.get_device_capability(device) == cuda_launch.HOPPER
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -59,10 +64,11 @@ def chain(
     """
     heads, D, V = left.shape[2], left.shape[3], right.shape[3]
     left, right = _aligned(left), _aligned(right)
-    warps, at_once, stages = (SUMMED if sums else TUNED)[backward, found.turn is not None]
+    warps, at_once, stages, unrolled = (SUMMED if sums else TUNED)[backward, found.turn is not None]
     constants = {
         "BACKWARD": int(backward), "UNITS": int(units), "SUMS": int(sums), "LRPE": int(found.turn is not None), "D": D, "V": V,
-        "WARPS": warps, "BLOCKS": at_once, "STAGES": stages,
+        "WARPS": warps, "BLOCKS": at_once, "STAGES": stages, "UNROLL": unrolled,
+        "GROUPED": int(_grouped(left.device)),
     }  # fmt: skip
     cuda_launch.launch(
         "causal_chain", FILES, constants, spans.shape[0] * heads * (D // SLICE),

@@ -28,6 +28,7 @@ from .recording import active
 from .triton_launch import only_compiled
 
 FOLDER = Path(__file__).parent / "cuda"
+HOPPER = (9, 0)
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
@@ -70,7 +71,8 @@ def available() -> bool:
 
 def _architecture(device: int) -> str:
     major, minor = torch.cuda.get_device_capability(device)
-    return f"-arch=sm_{major}{minor}"
+    own = "a" if (major, minor) == HOPPER else ""  # with what this card alone can do
+    return f"-arch=sm_{major}{minor}{own}"
 
 
 @functools.cache

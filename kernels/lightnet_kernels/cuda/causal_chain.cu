@@ -13,10 +13,12 @@
 // its blocks, and of a piece, not a span, what the piece adds or asks (triton_span_sums): forward together with maxima and
 // sums of its own. Its state does not turn: places count from the block that comes first.
 //
-// Given by the compiler: BACKWARD, UNITS, SUMS, LRPE; D and V, widths; BLOCKS on a multiprocessor, STAGES of the pipeline; WARPS (4).
+// Given by the compiler: BACKWARD, UNITS, SUMS, LRPE; D and V, widths; GROUPED, whether four warps multiply together (sm_90 alone);
+// BLOCKS on a multiprocessor, STAGES of the pipeline, WARPS (4 or, with LRPE, 8).
 
 constexpr float LOG2E = 1.4426950408889634f, SAFE_GROWTH = 80.f;
 constexpr u32 NO_KEYS = 0xff80ff80u;  // -inf
+constexpr int IN_FLIGHT = 1;  // products that a warp does not wait for
 constexpr int BT = 64, WINDOW = 4, FIELDS = 9, FIRST_PIECE = 7, LAST_PIECE = 8;
 constexpr int SLICE = 64, OWN = SLICE / WARPS, SLICES = D / SLICE, THREADS = 32 * WARPS;
 constexpr int F = OWN / 8;  // features of a lane
@@ -28,28 +30,29 @@ constexpr int BYTES = 2 * (STAGES * SLOT + WARPS * STAGED) + LRPE * 3 * F * THRE
 
 extern "C" __device__ int shared_bytes = BYTES;
 
-// Where 16 bytes of a row lie in shared memory: those of eight rows that are read at once in different banks.
-template <int WIDTH> DEVICE int spot(int row, int chunk) { return row * WIDTH + ((chunk ^ (row & 7)) << 3); }
+// Where 16 bytes of a row lie in shared memory: in panels of 64 columns and ROWS rows, and those of eight rows that are read at
+// once in different banks.
+template <int ROWS> DEVICE int spot(int row, int chunk) { return chunk / 8 * ROWS * 64 + row * 64 + ((chunk % 8 ^ (row & 7)) << 3); }
 
-// Of rows [.., V] that a lane reads or writes by tiles, lane % 16 of 16 and chunks j, j + 1: the lane's place in each of four j.
+// Of rows that a lane reads or writes by tiles, lane % 16 of 16 and chunks j, j + 1: the lane's place in each of four j.
 struct Spots {
   int at[4];
 
   DEVICE Spots(int lane) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) at[i] = spot<V>(lane & 15, 2 * i + (lane >> 4));
+    for (int i = 0; i < 4; i++) at[i] = spot<0>(lane & 15, 2 * i + (lane >> 4));
   }
-  DEVICE int operator()(int j) const { return at[j / 2 % 4] + j / 8 * 64; }
+  template <int ROWS> DEVICE int of(int j) const { return at[j / 2 % 4] + j / 8 * ROWS * 64; }
 };
 
 // Rows [BT, WIDTH] from memory behind the threads' backs; from row `there` on 0. `from`: the thread's own 16 bytes of the
 // first rows, `step` the way to the next ones.
 template <int WIDTH> DEVICE void fetch(u16* to, const u16* from, i64 step, int there) {
   constexpr int CHUNKS = WIDTH / 8, ROWS = THREADS / CHUNKS;  // at a time
-  const int row = threadIdx.x / CHUNKS, at = spot<WIDTH>(row, threadIdx.x % CHUNKS);
+  const int row = threadIdx.x / CHUNKS, at = spot<BT>(row, threadIdx.x % CHUNKS);
 #pragma unroll
   for (int i = 0; i < BT / ROWS; i++) {
-    copy16(to + at + i * ROWS * WIDTH, from, row + i * ROWS < there);
+    copy16(to + at + i * ROWS * 64, from, row + i * ROWS < there);
     from += step;
   }
 }
@@ -124,7 +127,7 @@ template <bool LOAD> DEVICE void move(State& state, float* memory) {
 // The state as bfloat16 to memory, by way of the warp's place on chip: 16 bytes a lane. `to`: the lane's of the warp's first rows.
 DEVICE void store(const State& state, u16* staged, const Spots& spots, u16* to, int lane) {
   constexpr int ROWS = 32 / COLUMN_TILES;  // at a time
-  const int low = lane / COLUMN_TILES, place = spot<V>(low, lane % COLUMN_TILES);
+  const int low = lane / COLUMN_TILES, place = spot<HALVES * OWN>(low, lane % COLUMN_TILES);
   __syncwarp();
 #pragma unroll
   for (int m = 0; m < TILES; m++)
@@ -133,13 +136,13 @@ DEVICE void store(const State& state, u16* staged, const Spots& spots, u16* to, 
       u32 r[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) r[i] = packed(state[m][j + i / 2][i % 2 * 2], state[m][j + i / 2][i % 2 * 2 + 1]);
-      store_tiles4(staged + m * 16 * V + spots(j), r);
+      store_tiles4(staged + m * 16 * 64 + spots.of<HALVES * OWN>(j), r);
     }
   __syncwarp();
 #pragma unroll
   for (int row = 0; row < HALVES * OWN; row += ROWS) {
     const int there = LRPE ? row / 16 * 8 + row % 8 + row / 8 % 2 * D : row;
-    *(uint4*)(to + there * V) = *(const uint4*)(staged + row * V + (place ^ (row & 7) << 3));
+    *(uint4*)(to + there * V) = *(const uint4*)(staged + row * 64 + (place ^ (row & 7) << 3));
   }
 }
 
@@ -168,7 +171,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
   const i64 next_unit = heads * D, next_state = heads * STATE;
 
   const Spots spots(lane);
-  const int key_spot = spot<SLICE>(lane & 15, warp * F + (lane >> 4) % F);
+  const int key_spot = spot<BT>(lane & 15, warp * F + (lane >> 4) % F);
 
   // Blocks in turn, one more with every call.
   constexpr int LEFT_ROWS = THREADS / (SLICE / 8), RIGHT_ROWS = THREADS / COLUMN_TILES;
@@ -242,6 +245,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
 #pragma unroll 1
   for (int left_over = blocks; left_over > 0; left_over--) {
     arrived<STAGES - 2>();
+    if (GROUPED) copies_fence();
     __syncthreads();
     load(memory + (slot ? slot - 1 : STAGES - 1) * SLOT);
     u16* tokens = memory + slot * SLOT;
@@ -323,7 +327,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
         run_sin[f][e] = two.y * base_cos[f] + two.x * base_sin[f];
       }
     }
-#pragma unroll
+#pragma unroll UNROLL
     for (int k = 0; k < BT; k += 16) {
       u32 r[4], operand[TILES][4];
       load_keys(r, tokens + k * SLICE + key_spot);
@@ -366,14 +370,24 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
           for (int f = 0; f < F; f++) operand[0][f] = packed(x[f][0], x[f][1]), operand[0][f + 2] = packed(x[f][2], x[f][3]);
         }
       }
+      const u16* rows = values + k * 64;
+      if constexpr (GROUPED) {
+        group_fence();
 #pragma unroll
-      for (int j = 0; j < COLUMN_TILES; j += 2) {
-        u32 columns[4];
-        load_turned4(columns, values + k * V + spots(j));
+        for (int m = 0; m < TILES; m++) group_product<V, BT>(state[m], operand[m], rows);
+        group_commit();
+        group_wait<IN_FLIGHT>();
+      } else {
 #pragma unroll
-        for (int m = 0; m < TILES; m++) product16(state[m][j], operand[m], columns), product16(state[m][j + 1], operand[m], columns + 2);
+        for (int j = 0; j < COLUMN_TILES; j += 2) {
+          u32 columns[4];
+          load_turned4(columns, rows + spots.of<BT>(j));
+#pragma unroll
+          for (int m = 0; m < TILES; m++) product16(state[m][j], operand[m], columns), product16(state[m][j + 1], operand[m], columns + 2);
+        }
       }
     }
+    if (GROUPED) group_wait<0>();
     if (BACKWARD && LRPE && !SUMS) {
       const int at = place + left_over - 1;
       if (at % WINDOW == 0 && at > 0) {

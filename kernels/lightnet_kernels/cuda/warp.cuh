@@ -5,7 +5,7 @@ typedef unsigned short u16;  // holds a bfloat16
 typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
-#define SHARED_MEMORY extern __shared__ __align__(16) u16 memory[];
+#define SHARED_MEMORY extern __shared__ __align__(1024) u16 memory[];
 #define INFINITE __int_as_float(0x7f800000)
 
 DEVICE u32 shared_address(const void* x) { return (u32)__cvta_generic_to_shared(x); }
@@ -41,6 +41,36 @@ DEVICE void product8(float* c, const u32* a, const u32* b) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(b[0]));
 }
+
+// The products of four warps together, of sm_90 alone: c [16, N] += a [16, 16] b [16, N], a warp its own rows of a and c, in the
+// registers of product16; b in shared memory, panels of 64 columns and PANEL rows, in each row of 128 bytes the chunk of 16
+// bytes i at i ^ row % 8, panels at multiples of 1024 bytes. They go on behind the threads' backs, which fence what they
+// wrote (registers; copies to shared memory) and wait before they touch a, b or c.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define FOUR(c, i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
+#define SIXTEEN(c, i) FOUR(c, i), FOUR(c, i + 1), FOUR(c, i + 2), FOUR(c, i + 3)
+template <int N, int PANEL> DEVICE void group_product(float (*c)[4], const u32* a, const u16* b) {
+  const unsigned long long place = 1ull << 62 | 64ull << 32 | (unsigned long long)(PANEL * 8) << 16 | (shared_address(b) & 0x3ffff) >> 4;
+  if constexpr (N == 128)
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,"
+                 "%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"
+                 "{%64,%65,%66,%67}, %68, p, 1, 1, 1;}"
+                 : SIXTEEN(c, 0), SIXTEEN(c, 4), SIXTEEN(c, 8), SIXTEEN(c, 12)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(place), "r"(1));
+  else
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
+                 : SIXTEEN(c, 0), SIXTEEN(c, 4)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(place), "r"(1));
+}
+DEVICE void group_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> DEVICE void group_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
+DEVICE void copies_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#endif
 
 // 16 bytes to shared memory behind the threads' backs, or zeros.
 DEVICE void copy16(void* to, const void* from, bool there) {

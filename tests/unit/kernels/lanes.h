@@ -108,6 +108,22 @@ inline void product(float* c, const u32* a, const u32* b, int halves) {
 inline void product16(float* c, const u32* a, const u32* b) { product(c, a, b, 2); }
 inline void product8(float* c, const u32* a, const u32* b) { product(c, a, b, 1); }
 
+template <int N, int PANEL> void group_product(float (*c)[4], const u32* a, const u16* b) {
+  for (int j = 0; j < N / 8; j++) {
+    u32 right[2];
+    for (int half = 0; half < 2; half++) {
+      const u16* at = b + j / 8 * PANEL * 64 + g_ % 8;
+      auto row = [&](int k) -> u32 { return at[k * 64 + ((j % 8 ^ (k & 7)) << 3)]; };
+      right[half] = row(2 * t_ + 8 * half) | row(2 * t_ + 1 + 8 * half) << 16;
+    }
+    product16(c[j], a, right);
+  }
+}
+inline void group_fence() {}
+inline void group_commit() {}
+template <int LEFT> void group_wait() {}
+inline void copies_fence() {}
+
 inline void copy16(void* to, const void* from, bool there) {
   aligned(to), aligned(from);
   if (there) memcpy(to, from, 16);

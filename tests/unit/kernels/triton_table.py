@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import torch
-from lightnet_kernels import ScanState, additive_scan, merge_states, triton_replay, triton_shape, triton_tables
+from lightnet_kernels import ScanState, additive_scan, merge_states
 
 from . import kernel_oracle as oracle
 
@@ -44,6 +44,8 @@ def spiked(inputs, height):
 
 def forget():
     """Tables and recordings of calls by rules that have been changed since."""
+    from lightnet_kernels import triton_replay, triton_shape, triton_tables
+
     triton_tables.tables.cache_clear()
     triton_shape.Shape.of.cache_clear()
     triton_replay._recordings.clear()
