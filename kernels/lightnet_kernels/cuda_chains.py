@@ -15,10 +15,12 @@ DEVICE = "cuda"
 Pair = tuple[Tensor | None, Tensor | None]
 FILES = ("warp.cuh", "causal_chain.cu")
 SLICE = 64  # features of a block of threads
+MULTIPROCESSORS = 132  # of a large card
 # By (backward, LRPE), of chains and of sums: warps, blocks of threads on a multiprocessor, stages of the pipeline, steps of a loop
 # of four that are written out; as measured (benchmarks/LOG.md). Without LRPE a warp's tile is 16 features, so that there are four.
-TUNED = {(False, True): (4, 2, 2, 4), (False, False): (4, 2, 2, 4), (True, True): (8, 2, 2, 4), (True, False): (4, 2, 3, 4)}
-SUMMED = {(False, True): (4, 2, 3, 4), (False, False): (4, 2, 3, 4), (True, True): (4, 2, 3, 4), (True, False): (4, 2, 3, 4)}
+TUNED = {(False, True): (8, 2, 2, 4), (False, False): (4, 3, 2, 4), (True, True): (8, 2, 2, 4), (True, False): (4, 3, 2, 4)}
+SUMMED = {(False, True): (8, 1, 3, 4), (False, False): (4, 3, 2, 4), (True, True): (8, 1, 3, 4), (True, False): (4, 3, 2, 4)}
+ALONE = {True: (8, 1, 3, 4), False: (4, 1, 3, 4)}  # by LRPE, of no more blocks of threads than multiprocessors
 
 
 @constant_result
@@ -64,14 +66,16 @@ def chain(
     """
     heads, D, V = left.shape[2], left.shape[3], right.shape[3]
     left, right = _aligned(left), _aligned(right)
-    warps, at_once, stages, unrolled = (SUMMED if sums else TUNED)[backward, found.turn is not None]
+    lrpe, programs = found.turn is not None, spans.shape[0] * heads * (D // SLICE)
+    rule = ALONE[lrpe] if programs <= MULTIPROCESSORS else (SUMMED if sums else TUNED)[backward, lrpe]
+    warps, at_once, stages, unrolled = rule
     constants = {
-        "BACKWARD": int(backward), "UNITS": int(units), "SUMS": int(sums), "LRPE": int(found.turn is not None), "D": D, "V": V,
+        "BACKWARD": int(backward), "UNITS": int(units), "SUMS": int(sums), "LRPE": int(lrpe), "D": D, "V": V,
         "WARPS": warps, "BLOCKS": at_once, "STAGES": stages, "UNROLL": unrolled,
         "GROUPED": int(_grouped(left.device)),
     }  # fmt: skip
     cuda_launch.launch(
-        "causal_chain", FILES, constants, spans.shape[0] * heads * (D // SLICE),
+        "causal_chain", FILES, constants, programs,
         [left, right, spans, found.turn, kept, found.kv, found.enter, found.leave, found.mass, found.flag, *initial, *final,
          before, after, moved, *left.stride()[:3], *right.stride()[:3], heads, source],
     )  # fmt: skip

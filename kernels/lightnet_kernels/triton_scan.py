@@ -31,10 +31,10 @@ from .triton_tables import Tables, tables
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def tables_of(query: Tensor, shape: Shape, bounds: tuple[int, ...] | None) -> Tables:
-    """How the tokens of a call are cut."""
+def tables_of(query: Tensor, shape: Shape, bounds: tuple[int, ...] | None, alone: bool = False) -> Tables:
+    """How the tokens of a call are cut. alone: into as many chains as the card has multiprocessors, not twice as many."""
     chains, sums = shape.heads * shape.chains, shape.heads * shape.sums
-    return tables(query.shape[0], query.shape[1], bounds, BLOCK, chains, sums, query.device)
+    return tables(query.shape[0], query.shape[1], bounds, BLOCK, chains << alone, sums, query.device, shape.cuda)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ def forward(
 ) -> tuple[Tensor, tuple[Tensor, ...] | None, Blocks]:
     """Output [B, N, H, Dv], contiguous; if asked for, the state's max, sum and kv; and what the backward pass needs."""
     shape = shape_of(query, value, theta, silu)
-    table = tables_of(query, shape, bounds)
+    table = tables_of(query, shape, bounds, alone=shape.alone)
     query, key, value = rows_of(query), rows_of(key), rows_of(value)
     output = torch.empty_like(value, memory_format=torch.contiguous_format)
     final = None

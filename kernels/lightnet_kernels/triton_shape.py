@@ -53,6 +53,11 @@ class Shape(NamedTuple):
         return 1 if self.cuda else parts(self.V, self.value_slice)
 
     @property
+    def alone(self) -> bool:
+        """Whether forward chains are fastest with a multiprocessor each."""
+        return self.cuda and self.double
+
+    @property
     def chains(self) -> int:
         """Programs that share a span of one head."""
         return self.slices * self.shares
@@ -138,7 +143,7 @@ STRETCHES, WHOLE = 64, 64  # of a sequence's blocks, at most; up to so many bloc
 # Without and with LRPE, as measured (benchmarks/LOG.md).
 LAUNCH: dict[str, tuple[Rule | Sums, Rule | Sums]] = {
     "chain_states": (Rule(3), Rule(2)),
-    "outputs": (Rule(2), Rule(2)),
+    "outputs": (Rule(3), Rule(2)),
     "query_grads": (Rule(2), Rule(1)),
     "chain_grads": (Rule(3), Rule(2)),
     "key_grads": (Rule(2), Rule(1)),

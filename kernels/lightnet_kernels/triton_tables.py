@@ -18,6 +18,7 @@ PIECES = (1, 2, 4, 8, 16)  # of a span
 # Time of a piece's program beside its tokens, and of a scan over pieces at each, in those of a block's sums among two programs
 # of a multiprocessor; and of a block's where there is one (benchmarks/LOG.md, version 24).
 SETUP, HANDED, ALONE = 19, 2, 0.76
+CUDA_SETUP = 2  # the first of them by CUDA C++, one program a multiprocessor (version 30)
 WINDOW = 4  # blocks, see `triton_backward`
 
 
@@ -45,12 +46,14 @@ def _parts(lengths: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     return counts, owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
 
 
-def pieces_of(span: int, summed: int, most: int, sums: int) -> int:
+def pieces_of(span: int, summed: int, most: int, sums: int, cuda: bool) -> int:
     """How many pieces a span of so many blocks has, for the shortest time of a call that no rank shares. `summed`: spans whose
-    sum somebody wants; `most`: spans of one sequence; `sums`: see `tables`."""
+    sum somebody wants; `most`: spans of one sequence; `sums`, `cuda`: see `tables`."""
 
     def time(count: int) -> float:
         programs = summed * count * sums
+        if cuda:
+            return (2 * programs / PROGRAMS + 0.5) * (span / count + CUDA_SETUP) + HANDED * most * count
         waves = ALONE if programs <= PROGRAMS // 2 else -(-programs // PROGRAMS)
         return waves * (span / count + SETUP) + HANDED * most * count
 
@@ -59,10 +62,11 @@ def pieces_of(span: int, summed: int, most: int, sums: int) -> int:
 
 @functools.lru_cache(maxsize=32)
 def tables(
-    batch: int, tokens: int, bounds: tuple[int, ...] | None, block: int, chains: int, sums: int, device: torch.device
-) -> Tables:
+    batch: int, tokens: int, bounds: tuple[int, ...] | None, block: int, chains: int, sums: int, device: torch.device,
+    cuda: bool = False,
+) -> Tables:  # fmt: skip
     """`chains`: programs that share a span (heads times slices of features); the fewer, the shorter the spans. `sums`:
-    programs that share a piece."""
+    programs that share a piece; `cuda`, whether those of `cuda_chains`."""
     if bounds is None:
         begin = torch.zeros(batch, dtype=torch.int64)
         lengths = torch.full((batch,), tokens, dtype=torch.int64)
@@ -81,7 +85,7 @@ def tables(
     cuts = max(1, round(longest / ideal))
     span = -(-longest // cuts)  # equal spans: a short one would be a wave of its own
     wanted = int(((counts + span - 1) // max(1, span)).sum() - (counts > 0).sum()) if cuts > 1 else 0
-    shares = pieces_of(span, wanted, cuts, sums) if cuts > 1 else 1
+    shares = pieces_of(span, wanted, cuts, sums, cuda) if cuts > 1 else 1
     step = math.lcm(WINDOW, shares)
     span = max(step, -(-span // step) * step)
     piece = span // shares

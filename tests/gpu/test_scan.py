@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from lightnet_kernels import ScanState, additive_scan, triton_tables
+from lightnet_kernels import ScanState, additive_scan, cuda_chains, triton_tables
 from lightnet_kernels.bench.truth import scan_truth
 
 from tests.unit.kernels import packed_table
@@ -38,6 +38,9 @@ TABLE = [  # N, D, Dv, LRPE, dtype
     *[(n, 72, 72, False, BF16) for n in (4, 257)],
     *[(n, 128, 128, True, BF16) for n in (1, 64, 257)],
     *[(n, 128, 128, False, dtype) for dtype in NAMES for n in (6, 65, 257)],
+    *[(n, 64, 64, theta, BF16) for theta in (True, False) for n in (1, 130)],
+    (70, 64, 128, True, BF16),
+    (200, 128, 64, False, BF16),
 ]
 
 
@@ -384,6 +387,33 @@ def test_key_gradients_with_states(width, theta):
     before = grad_key.double().sum(1) + scaled(start.sum.detach(), start.kv.detach(), grad_sum, grad_kv)
     after = scaled(end.sum.detach(), end.kv.detach(), *weights)
     assert relative(before, after, after.norm() + grad_key.double().norm()) < 1e-5
+
+
+# --- chains by CUDA (widths of 64 and 128 in bfloat16)
+
+
+@pytest.mark.parametrize("theta", [True, False])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"cuts": [5, 64, 2000, 1]},
+        {"cuts": [9000], "begun": False},
+        {"cuts": [300], "top": 400.0},
+        {"cuts": [5000], "cu_seqlens": [0, 0, 5, 261, 262, 4900, 5000]},
+    ],
+    ids=str,
+)
+def test_states_by_cuda(case, width, theta):
+    if torch.cuda.get_device_capability() >= (9, 0):
+        assert cuda_chains.runs(torch.device(DEVICE), BF16, width, width)
+    state_case(BF16, theta, width=width, **case)
+
+
+@pytest.mark.parametrize("theta", [True, False])
+@pytest.mark.parametrize("lift", [0.0, 150.0])
+def test_segments_by_cuda(lift, theta):
+    table.check_segments([3, 0, 64, 1, 5000, 70], BF16, DEVICE, width=128, value_width=64, theta=theta, lift=lift)
 
 
 # --- segments

@@ -18,9 +18,10 @@ BF16 = torch.bfloat16
 
 
 @outside
-def test_table_under_the_interpreter():
+@pytest.mark.parametrize("which", ["spans or warps", "states", "not (spans or warps or states)"])
+def test_table_under_the_interpreter(which):
     """Of Triton, whose kernels do the rest of the scan."""
-    run_inside(__file__, "-x")
+    run_inside(__file__, "-x", "-k", which)
 
 
 @pytest.fixture(autouse=True)
@@ -96,12 +97,15 @@ def test_spans(theta, pieces, launched, monkeypatch):
 
 
 @inside
-@pytest.mark.parametrize(("theta", "warps"), [(True, 4), (True, 8), (False, 4)])
-def test_warps(theta, warps, monkeypatch):
-    """Chains and sums by tiles of 16 or 8 features a warp; keys climb, so that units leave blocks otherwise than they enter."""
-    for name in ("TUNED", "SUMMED"):
-        rules = getattr(cuda_chains, name)
-        monkeypatch.setattr(cuda_chains, name, {key: (warps, *rest) for key, (_, *rest) in rules.items()})
+@pytest.mark.parametrize(("theta", "warps", "grouped"), [(True, 4, True), (True, 8, True), (True, 4, False), (False, 4, True)])
+def test_warps(theta, warps, grouped, monkeypatch):
+    """Chains and sums by tiles of 16 or 8 features a warp, and by four warps together; keys climb, so that units leave blocks
+    otherwise than they enter."""
+    rule = warps, 2, 2, 4
+    for name in ("TUNED", "SUMMED", "ALONE"):
+        monkeypatch.setattr(cuda_chains, name, dict.fromkeys(getattr(cuda_chains, name), rule))
+    monkeypatch.setattr(cuda_chains, "_grouped", lambda device: grouped)
+    table.forget()
     table.check_segments([1100], BF16, "cpu", heads=1, width=64, value_width=128, theta=theta, lift=150.0)
 
 
