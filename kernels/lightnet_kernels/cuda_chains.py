@@ -19,7 +19,7 @@ MULTIPROCESSORS = 132  # of a large card
 # By (backward, LRPE), of chains and of sums: warps, blocks of threads on a multiprocessor, stages of the pipeline, steps of a loop
 # of four that are written out; as measured (benchmarks/LOG.md). Without LRPE a warp's tile is 16 features, so that there are four.
 TUNED = {(False, True): (8, 2, 2, 4), (False, False): (4, 3, 2, 4), (True, True): (8, 2, 2, 4), (True, False): (4, 3, 2, 4)}
-SUMMED = {(False, True): (8, 1, 3, 4), (False, False): (4, 3, 2, 4), (True, True): (8, 1, 3, 4), (True, False): (4, 3, 2, 4)}
+SUMMED = {(False, True): (8, 1, 4, 4), (False, False): (4, 3, 3, 4), (True, True): (8, 1, 4, 4), (True, False): (4, 3, 3, 4)}
 ALONE = {True: (8, 1, 3, 4), False: (4, 1, 3, 4)}  # by LRPE, of no more blocks of threads than multiprocessors
 
 
@@ -33,8 +33,8 @@ def runs(device: torch.device, dtype: torch.dtype, D: int, V: int) -> bool:
 
 
 def _modern(device: torch.device) -> bool:
-    """sm_90 and later: a warp stores a tile of its registers in one instruction."""
-    return DEVICE != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+    """sm_90 and sm_100: a warp stores a tile of its registers in one instruction, and a multiprocessor has 227 KB to share."""
+    return DEVICE != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _grouped(device: torch.device) -> bool:
@@ -67,7 +67,7 @@ def chain(
     heads, D, V = left.shape[2], left.shape[3], right.shape[3]
     left, right = _aligned(left), _aligned(right)
     lrpe, programs = found.turn is not None, spans.shape[0] * heads * (D // SLICE)
-    rule = ALONE[lrpe] if programs <= MULTIPROCESSORS else (SUMMED if sums else TUNED)[backward, lrpe]
+    rule = ALONE[lrpe] if not sums and programs <= MULTIPROCESSORS else (SUMMED if sums else TUNED)[backward, lrpe]
     warps, at_once, stages, unrolled = rule
     constants = {
         "BACKWARD": int(backward), "UNITS": int(units), "SUMS": int(sums), "LRPE": int(lrpe), "D": D, "V": V,

@@ -18,13 +18,15 @@
 
 constexpr float LOG2E = 1.4426950408889634f, SAFE_GROWTH = 80.f;
 constexpr u32 NO_KEYS = 0xff80ff80u;  // -inf
-constexpr int IN_FLIGHT = 1;  // products that a warp does not wait for
+constexpr float HIGHEST = 16.f;  // of sums: a weight may reach 2^16 before their unit moves
+constexpr int IN_FLIGHT = 1;     // products that a warp does not wait for
 constexpr int BT = 64, WINDOW = 4, FIELDS = 9, FIRST_PIECE = 7, LAST_PIECE = 8;
 constexpr int SLICE = 64, OWN = SLICE / WARPS, SLICES = D / SLICE, THREADS = 32 * WARPS;
 constexpr int F = OWN / 8;  // features of a lane
 constexpr int HALVES = LRPE ? 2 : 1, TILES = LRPE ? F : 1, COLUMN_TILES = V / 8;
 static_assert(LRPE || F == 2, "a tile is 16 features");
 constexpr int STATE = HALVES * D * V;  // numbers of a head's state in memory
+constexpr int PREFETCHED = STAGES - 1 - (SUMS && GROUPED);  // blocks: those of sums are still read in the next block's time
 constexpr int SLOT = BT * (SLICE + V), STAGED = SUMS ? 0 : HALVES * OWN * V;
 constexpr int BYTES = 2 * (STAGES * SLOT + WARPS * STAGED) + LRPE * 3 * F * THREADS * 8;
 
@@ -67,6 +69,13 @@ DEVICE void load_keys(u32* r, const u16* at) {
   else load_turned2(r, at);
 }
 
+// Of all lanes that hold a feature.
+DEVICE float highest(u32 pairs) {
+  float x = fmaxf(low(pairs), high(pairs));
+  x = fmaxf(x, exchanged(x, 1));
+  return fmaxf(x, exchanged(x, 2));
+}
+
 // A pair of neighbours of feature f in half h.
 DEVICE float* pair(State& state, int f, int h, int j) { return LRPE ? &state[f][j][2 * h] : &state[0][j][2 * f]; }
 
@@ -95,6 +104,7 @@ DEVICE void rescale(State& state, const float* by) {
 #pragma unroll
   for (int f = 0; f < F; f++) changes |= by[f] != 1.f;
   if (!some(changes)) return;
+  if (GROUPED) group_wait<0>();
 #pragma unroll
   for (int f = 0; f < F; f++)
 #pragma unroll
@@ -189,13 +199,14 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
     loaded++, wanted -= on;
   };
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; i++) load(memory + i * SLOT);
+  for (int i = 0; i < PREFETCHED; i++) load(memory + i * SLOT);
 
   // The chain's own numbers; of features g (and g + 8) of the warp's.
   State state;
   Each enters, leaves, factor_cos, factor_sin, sum, step_cos, step_sin;
   Each base_cos, base_sin;  // with SUMS, of a block's first token
   Each top, total;          // with UNITS, of all earlier keys
+  u32 all_peaks[F];         // with UNITS and SUMS, the lane's
 #pragma unroll
   for (int m = 0; m < TILES; m++)
 #pragma unroll
@@ -207,7 +218,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
   if (BACKWARD && LRPE) found += first * next_state;
 #pragma unroll
   for (int f = 0; f < F; f++) {
-    sum[f] = 0.f, base_cos[f] = 1.f, base_sin[f] = 0.f, top[f] = -INFINITE, total[f] = 0.f;
+    sum[f] = 0.f, base_cos[f] = 1.f, base_sin[f] = 0.f, top[f] = -INFINITE, total[f] = 0.f, all_peaks[f] = NO_KEYS;
     if (UNITS) {
       if (from) top[f] = top_before[source * D + feature + f * 8], total[f] = sum_before[source * D + feature + f * 8];
       leaves[f] = top[f];
@@ -244,10 +255,10 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
   int slot = 0, rest = length - first * BT;
 #pragma unroll 1
   for (int left_over = blocks; left_over > 0; left_over--) {
-    arrived<STAGES - 2>();
+    arrived<PREFETCHED - 1>();
     if (GROUPED) copies_fence();
     __syncthreads();
-    load(memory + (slot ? slot - 1 : STAGES - 1) * SLOT);
+    load(memory + (slot + PREFETCHED) % STAGES * SLOT);
     u16* tokens = memory + slot * SLOT;
     const u16* values = tokens + BT * SLICE;
     if (!BACKWARD && rest < BT) {  // rows of no token have come as 0
@@ -258,34 +269,48 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
       __syncthreads();
     }
     slot = slot + 1 < STAGES ? slot + 1 : 0;
-    if (UNITS) {
-      u32 peaks[F];
+    u32 keys[BT / 16][4];
 #pragma unroll
-      for (int f = 0; f < F; f++) peaks[f] = NO_KEYS;
+    for (int k = 0; k < BT / 16 * (UNITS || SUMS); k++) load_keys(keys[k], tokens + k * 16 * 64 + key_spot);
+    u32 peaks[F];
 #pragma unroll
-      for (int k = 0; k < BT; k += 16) {
-        u32 r[4];
-        load_keys(r, tokens + k * SLICE + key_spot);
+    for (int f = 0; f < F * UNITS; f++) {
+      peaks[f] = larger2(keys[0][2 * f], keys[0][2 * f + 1]);
 #pragma unroll
-        for (int f = 0; f < F; f++) peaks[f] = larger2(peaks[f], larger2(r[2 * f], r[2 * f + 1]));
+      for (int k = 1; k < BT / 16; k++) peaks[f] = larger2(peaks[f], larger2(keys[k][2 * f], keys[k][2 * f + 1]));
+    }
+    if (UNITS && SUMS) {
+      bool higher = false;
+#pragma unroll
+      for (int f = 0; f < F; f++) {
+        all_peaks[f] = larger2(all_peaks[f], peaks[f]);
+        higher |= fmaxf(low(peaks[f]), high(peaks[f])) * LOG2E - leaves[f] * LOG2E > HIGHEST;
       }
+      if (some(higher)) {
+#pragma unroll
+        for (int f = 0; f < F; f++) {
+          const float now = highest(all_peaks[f]);
+          factor_cos[f] = fade(leaves[f], now);
+          leaves[f] = now, total[f] *= factor_cos[f];
+        }
+        rescale(state, factor_cos);
+      }
+    } else if (UNITS) {
       bool flagged = false;
 #pragma unroll
       for (int f = 0; f < F; f++) {
-        float peak = fmaxf(low(peaks[f]), high(peaks[f]));
-        peak = fmaxf(peak, exchanged(peak, 1));
-        peak = fmaxf(peak, exchanged(peak, 2));
+        const float peak = highest(peaks[f]);
         const float begin = fmaxf(top[f], low(tokens[(warp * F + f) * 8 + g])), end = fmaxf(top[f], peak);
         const bool fast = end - begin > SAFE_GROWTH;
         enters[f] = fast ? begin : begin + 0.5f * (end - begin);
         const float faded = fade(leaves[f], enters[f]);
         leaves[f] = fast ? end : enters[f];
         factor_cos[f] = faded, factor_sin[f] = 0.f;
-        if (LRPE && !SUMS && left_over < blocks) {  // at its first token a state is where it should be
+        if (LRPE && left_over < blocks) {  // at its first token a state is where it should be
           const float2 two = angles[(2 * F + f) * THREADS];
           factor_cos[f] *= two.x, factor_sin[f] = two.y * faded;
         }
-        if (!SUMS && t == 0) {
+        if (t == 0) {
           const i64 at = unit_at + f * 8;
           enter[at] = enters[f], leave[at] = leaves[f], mass[at] = total[f] * fade(top[f], enters[f]);
         }
@@ -293,21 +318,17 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
         top[f] = end;
         flagged |= fast;
       }
-      if (SUMS) {
-        rescale(state, factor_cos);
-      } else {
-        if (some(flagged) && lane == 0) flag[unit_at / D] = 1;
-        turn(state, factor_cos, factor_sin);
-      }
+      if (some(flagged) && lane == 0) flag[unit_at / D] = 1;
+      turn(state, factor_cos, factor_sin);
     }
     if (!SUMS) store(state, staged, spots, kept, lane);
     Each crossed, target;
 #pragma unroll
     for (int f = 0; f < F; f++) {
-      crossed[f] = exp2_of((enters[f] - leaves[f]) * LOG2E);
+      if (!(UNITS && SUMS)) crossed[f] = exp2_of((enters[f] - leaves[f]) * LOG2E);
       target[f] = leaves[f] * LOG2E;
     }
-    rescale(state, crossed);
+    if (!(UNITS && SUMS)) rescale(state, crossed);
     // To the next block's unit and place.
     unit_at += on / BT * next_unit, kept += on / BT * next_state;
     Each next_enters, next_leaves, added;
@@ -330,7 +351,8 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
 #pragma unroll UNROLL
     for (int k = 0; k < BT; k += 16) {
       u32 r[4], operand[TILES][4];
-      load_keys(r, tokens + k * SLICE + key_spot);
+      if (SUMS) r[0] = keys[k / 16][0], r[1] = keys[k / 16][1], r[2] = keys[k / 16][2], r[3] = keys[k / 16][3];
+      else load_keys(r, tokens + k * 64 + key_spot);
       if (BACKWARD && !LRPE) {
         operand[0][0] = r[0], operand[0][1] = r[2], operand[0][2] = r[1], operand[0][3] = r[3];
       } else {
@@ -387,7 +409,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
         }
       }
     }
-    if (GROUPED) group_wait<0>();
+    if (GROUPED && !SUMS) group_wait<0>();
     if (BACKWARD && LRPE && !SUMS) {
       const int at = place + left_over - 1;
       if (at % WINDOW == 0 && at > 0) {
@@ -403,7 +425,9 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
       }
       found -= next_state;
     }
-    if (UNITS) {
+#pragma unroll
+    for (int f = 0; f < F * (UNITS && SUMS); f++) total[f] += added[f];  // the lane's
+    if (UNITS && !SUMS) {
 #pragma unroll
       for (int f = 0; f < F; f++) {
         added[f] += exchanged(added[f], 1);
@@ -437,6 +461,14 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
     }
   }
 
+  if (GROUPED) group_wait<0>();
+#pragma unroll
+  for (int f = 0; f < F * (UNITS && SUMS); f++) {
+    top[f] = highest(all_peaks[f]);
+    total[f] *= fade(leaves[f], top[f]);
+    total[f] += exchanged(total[f], 1);
+    total[f] += exchanged(total[f], 2);
+  }
   if (BACKWARD && LRPE && !SUMS) {
 #pragma unroll
     for (int f = 0; f < F; f++) {

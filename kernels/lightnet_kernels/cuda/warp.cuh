@@ -70,6 +70,12 @@ DEVICE void group_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory
 DEVICE void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT> DEVICE void group_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 DEVICE void copies_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#else  // never called
+template <int N, int PANEL> DEVICE void group_product(float (*)[4], const u32*, const u16*) {}
+DEVICE void group_fence() {}
+DEVICE void group_commit() {}
+template <int LEFT> DEVICE void group_wait() {}
+DEVICE void copies_fence() {}
 #endif
 
 // 16 bytes to shared memory behind the threads' backs, or zeros.

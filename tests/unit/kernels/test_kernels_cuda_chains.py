@@ -101,7 +101,7 @@ def test_spans(theta, pieces, launched, monkeypatch):
 def test_warps(theta, warps, grouped, monkeypatch):
     """Chains and sums by tiles of 16 or 8 features a warp, and by four warps together; keys climb, so that units leave blocks
     otherwise than they enter."""
-    rule = warps, 2, 2, 4
+    rule = warps, 2, 3, 4
     for name in ("TUNED", "SUMMED", "ALONE"):
         monkeypatch.setattr(cuda_chains, name, dict.fromkeys(getattr(cuda_chains, name), rule))
     monkeypatch.setattr(cuda_chains, "_grouped", lambda device: grouped)
