@@ -16,11 +16,13 @@ Pair = tuple[Tensor | None, Tensor | None]
 FILES = ("warp.cuh", "causal_chain.cu")
 SLICE = 64  # features of a block of threads
 MULTIPROCESSORS = 132  # of a large card
-# By (backward, LRPE), of chains and of sums: warps, blocks of threads on a multiprocessor, stages of the pipeline, steps of a loop
-# of four that are written out; as measured (benchmarks/LOG.md). Without LRPE a warp's tile is 16 features, so that there are four.
-TUNED = {(False, True): (8, 2, 2, 4), (False, False): (4, 3, 2, 4), (True, True): (8, 2, 2, 4), (True, False): (4, 3, 2, 4)}
-SUMMED = {(False, True): (8, 1, 4, 4), (False, False): (4, 3, 3, 4), (True, True): (8, 1, 4, 4), (True, False): (4, 3, 3, 4)}
-ALONE = {True: (8, 1, 3, 4), False: (4, 1, 3, 4)}  # by LRPE, of no more blocks of threads than multiprocessors
+# Warps, blocks of threads on a multiprocessor and stages of the pipeline, with LRPE or without, as measured (benchmarks/LOG.md).
+# Without, a warp's tile is 16 features, so that there are four.
+RULES = {
+    "many": {True: (8, 2, 2), False: (4, 3, 2)},
+    "few": {True: (8, 1, 3), False: (4, 1, 3)},  # no more blocks of threads than multiprocessors
+    "sums": {True: (8, 2, 4), False: (4, 2, 4)},
+}
 
 
 @constant_result
@@ -49,8 +51,9 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def chain(
-    left: Tensor, right: Tensor, spans: Tensor, found: Any, kept: Tensor | None, initial: Pair, final: Pair, before: Tensor | None,
-    after: Tensor | None, moved: Tensor | None, source: int, *, backward: bool = False, units: bool = False, sums: bool = False,
+    left: Tensor, right: Tensor, spans: Tensor, found: Any, kept: Tensor | None, initial: Pair, final: Pair,
+    before: Tensor | None, after: Tensor | None, moved: Tensor | None, source: int, *, backward: bool = False,
+    units: bool = False, sums: bool = False,
 ) -> None:  # fmt: skip
     """Fills `kept` [blocks, H, (2) D, V], bfloat16, and what is given of `after` and `moved`.
 
@@ -67,12 +70,11 @@ def chain(
     heads, D, V = left.shape[2], left.shape[3], right.shape[3]
     left, right = _aligned(left), _aligned(right)
     lrpe, programs = found.turn is not None, spans.shape[0] * heads * (D // SLICE)
-    rule = ALONE[lrpe] if not sums and programs <= MULTIPROCESSORS else (SUMMED if sums else TUNED)[backward, lrpe]
-    warps, at_once, stages, unrolled = rule
+    rule = "sums" if sums else "many" if programs > MULTIPROCESSORS else "few"
+    warps, at_once, stages = RULES[rule][lrpe]
     constants = {
         "BACKWARD": int(backward), "UNITS": int(units), "SUMS": int(sums), "LRPE": int(lrpe), "D": D, "V": V,
-        "WARPS": warps, "BLOCKS": at_once, "STAGES": stages, "UNROLL": unrolled,
-        "GROUPED": int(_grouped(left.device)),
+        "WARPS": warps, "BLOCKS": at_once, "STAGES": stages, "GROUPED": int(_grouped(left.device)),
     }  # fmt: skip
     cuda_launch.launch(
         "causal_chain", FILES, constants, programs,

@@ -68,8 +68,7 @@ def _run_forward(query, key, value, theta, initial_max, initial_sum, initial_kv,
 def _prepare_forward(*arguments: Any) -> None:
     query, _, value = apart(*arguments[:3])
     theta, *_, bounds, silu, _ = arguments[3:]
-    shape = shape_of(query, value, theta, silu)
-    triton_scan.tables_of(query, shape, bounds, alone=shape.alone)
+    triton_scan.tables_of(query, shape_of(query, value, theta, silu), bounds, forward=True)
 
 
 _replay_forward = replayed(_run_forward, _prepare_forward, shared=True)

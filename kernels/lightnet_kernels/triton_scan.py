@@ -31,10 +31,15 @@ from .triton_tables import Tables, tables
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def tables_of(query: Tensor, shape: Shape, bounds: tuple[int, ...] | None, alone: bool = False) -> Tables:
-    """How the tokens of a call are cut. alone: into as many chains as the card has multiprocessors, not twice as many."""
+def tables_of(query: Tensor, shape: Shape, bounds: tuple[int, ...] | None, forward: bool = False) -> Tables:
+    """How the tokens of a call are cut. forward: for a forward pass that no rank shares, where that is another cut: into as
+    many chains as the card has multiprocessors, not twice as many, and spans into pieces, which gains nothing elsewhere."""
     chains, sums = shape.heads * shape.chains, shape.heads * shape.sums
-    return tables(query.shape[0], query.shape[1], bounds, BLOCK, chains << alone, sums, query.device, shape.cuda)
+    if shape.cuda and not forward:
+        sums = 0
+    elif shape.alone:
+        chains *= 2
+    return tables(query.shape[0], query.shape[1], bounds, BLOCK, chains, sums, query.device, shape.cuda)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -263,7 +268,7 @@ def forward(
 ) -> tuple[Tensor, tuple[Tensor, ...] | None, Blocks]:
     """Output [B, N, H, Dv], contiguous; if asked for, the state's max, sum and kv; and what the backward pass needs."""
     shape = shape_of(query, value, theta, silu)
-    table = tables_of(query, shape, bounds, alone=shape.alone)
+    table = tables_of(query, shape, bounds, forward=True)
     query, key, value = rows_of(query), rows_of(key), rows_of(value)
     output = torch.empty_like(value, memory_format=torch.contiguous_format)
     final = None

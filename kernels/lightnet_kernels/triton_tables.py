@@ -18,7 +18,7 @@ PIECES = (1, 2, 4, 8, 16)  # of a span
 # Time of a piece's program beside its tokens, and of a scan over pieces at each, in those of a block's sums among two programs
 # of a multiprocessor; and of a block's where there is one (benchmarks/LOG.md, version 24).
 SETUP, HANDED, ALONE = 19, 2, 0.76
-CUDA_SETUP = 2  # the first of them by CUDA C++, one program a multiprocessor (version 30)
+CUDA_SETUP, CUDA_HANDED = 2, 0.4  # of those by CUDA C++ (version 31)
 WINDOW = 4  # blocks, see `triton_backward`
 
 
@@ -53,7 +53,7 @@ def pieces_of(span: int, summed: int, most: int, sums: int, cuda: bool) -> int:
     def time(count: int) -> float:
         programs = summed * count * sums
         if cuda:
-            return (2 * programs / PROGRAMS + 0.5) * (span / count + CUDA_SETUP) + HANDED * most * count
+            return (programs / PROGRAMS + 0.5) * (span / count + CUDA_SETUP) + CUDA_HANDED * most * count
         waves = ALONE if programs <= PROGRAMS // 2 else -(-programs // PROGRAMS)
         return waves * (span / count + SETUP) + HANDED * most * count
 
@@ -66,7 +66,7 @@ def tables(
     cuda: bool = False,
 ) -> Tables:  # fmt: skip
     """`chains`: programs that share a span (heads times slices of features); the fewer, the shorter the spans. `sums`:
-    programs that share a piece; `cuda`, whether those of `cuda_chains`."""
+    programs that share a piece, 0 where pieces are whole spans; `cuda`, whether those of `cuda_chains`."""
     if bounds is None:
         begin = torch.zeros(batch, dtype=torch.int64)
         lengths = torch.full((batch,), tokens, dtype=torch.int64)
@@ -85,7 +85,7 @@ def tables(
     cuts = max(1, round(longest / ideal))
     span = -(-longest // cuts)  # equal spans: a short one would be a wave of its own
     wanted = int(((counts + span - 1) // max(1, span)).sum() - (counts > 0).sum()) if cuts > 1 else 0
-    shares = pieces_of(span, wanted, cuts, sums, cuda) if cuts > 1 else 1
+    shares = pieces_of(span, wanted, cuts, sums, cuda) if cuts > 1 and sums else 1
     step = math.lcm(WINDOW, shares)
     span = max(step, -(-span // step) * step)
     piece = span // shares

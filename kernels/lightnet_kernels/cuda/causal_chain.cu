@@ -104,7 +104,7 @@ DEVICE void rescale(State& state, const float* by) {
 #pragma unroll
   for (int f = 0; f < F; f++) changes |= by[f] != 1.f;
   if (!some(changes)) return;
-  if (GROUPED) group_wait<0>();
+  if (GROUPED && SUMS) group_wait<0>();
 #pragma unroll
   for (int f = 0; f < F; f++)
 #pragma unroll
@@ -348,7 +348,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
         run_sin[f][e] = two.y * base_cos[f] + two.x * base_sin[f];
       }
     }
-#pragma unroll UNROLL
+#pragma unroll
     for (int k = 0; k < BT; k += 16) {
       u32 r[4], operand[TILES][4];
       if (SUMS) r[0] = keys[k / 16][0], r[1] = keys[k / 16][1], r[2] = keys[k / 16][2], r[3] = keys[k / 16][3];
@@ -461,7 +461,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
     }
   }
 
-  if (GROUPED) group_wait<0>();
+  if (GROUPED && SUMS) group_wait<0>();
 #pragma unroll
   for (int f = 0; f < F * (UNITS && SUMS); f++) {
     top[f] = highest(all_peaks[f]);

@@ -18,7 +18,7 @@ BF16 = torch.bfloat16
 
 
 @outside
-@pytest.mark.parametrize("which", ["spans or warps", "states", "not (spans or warps or states)"])
+@pytest.mark.parametrize("which", ["spans", "warps", "states", "not (spans or warps or states)"])
 def test_table_under_the_interpreter(which):
     """Of Triton, whose kernels do the rest of the scan."""
     run_inside(__file__, "-x", "-k", which)
@@ -97,13 +97,14 @@ def test_spans(theta, pieces, launched, monkeypatch):
 
 
 @inside
-@pytest.mark.parametrize(("theta", "warps", "grouped"), [(True, 4, True), (True, 8, True), (True, 4, False), (False, 4, True)])
+@pytest.mark.parametrize(
+    ("theta", "warps", "grouped"), [(True, 4, True), (True, 8, True), (True, 4, False), (False, 4, True)]
+)
 def test_warps(theta, warps, grouped, monkeypatch):
     """Chains and sums by tiles of 16 or 8 features a warp, and by four warps together; keys climb, so that units leave blocks
     otherwise than they enter."""
-    rule = warps, 2, 3, 4
-    for name in ("TUNED", "SUMMED", "ALONE"):
-        monkeypatch.setattr(cuda_chains, name, dict.fromkeys(getattr(cuda_chains, name), rule))
+    for rule in cuda_chains.RULES.values():
+        monkeypatch.setitem(rule, theta, (warps, 2, 3))
     monkeypatch.setattr(cuda_chains, "_grouped", lambda device: grouped)
     table.forget()
     table.check_segments([1100], BF16, "cpu", heads=1, width=64, value_width=128, theta=theta, lift=150.0)
