@@ -13,7 +13,7 @@ from .compiling import constant_result
 
 DEVICE = "cuda"
 Pair = tuple[Tensor | None, Tensor | None]
-FILES = ("warp.cuh", "causal_chain.cu")
+FILES = ("warp.cuh", "causal_state.cuh", "causal_chain.cu")
 SLICE = 64  # features of a block of threads
 MULTIPROCESSORS = 132  # of a large card
 # Warps, blocks of threads on a multiprocessor and stages of the pipeline, with LRPE or without, as measured (benchmarks/LOG.md).

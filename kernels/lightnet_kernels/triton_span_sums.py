@@ -1,5 +1,5 @@
-"""Triton kernel of the causal additive scan: what a piece of a span adds to the state, or asks of it, as one product over its
-tokens.
+"""Triton kernels of the causal additive scan: what a piece of a span adds to the state, or asks of it, as one product over its
+tokens; and the scan over pieces of those sums that `cuda_chains` makes.
 
 Every span but one of a long sequence waits for a state. The sums of all pieces are found at once, a scan over pieces makes of
 them what each finds (`triton_forward.scan_spans`, `triton_backward_states.scan_span_grads`), and chains begin there. No state

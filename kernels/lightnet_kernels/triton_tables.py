@@ -1,6 +1,7 @@
 """How the Triton scan cuts a batch into blocks and spans: index tables, made on the host and kept on the device.
 
-A span is one chain's, and there are as many as the card runs at a time, two programs a multiprocessor. What spans add to the
+A span is one chain's, and there are as many as the card runs at a time, two programs a multiprocessor (forward in CUDA C++ with LRPE:
+one). What spans add to the
 state, or ask of it, is summed by pieces of them, as many as take the shortest time: not every span's sum is wanted, so that whole
 ones would leave multiprocessors without work."""
 
@@ -18,7 +19,7 @@ PIECES = (1, 2, 4, 8, 16)  # of a span
 # Time of a piece's program beside its tokens, and of a scan over pieces at each, in those of a block's sums among two programs
 # of a multiprocessor; and of a block's where there is one (benchmarks/LOG.md, version 24).
 SETUP, HANDED, ALONE = 19, 2, 0.76
-CUDA_SETUP, CUDA_HANDED = 2, 0.4  # of those by CUDA C++ (version 31)
+CUDA_SETUP, CUDA_HANDED = 2, 0.4  # of those by CUDA C++ (version 32)
 WINDOW = 4  # blocks, see `triton_backward`
 
 
