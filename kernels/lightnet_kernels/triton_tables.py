@@ -1,9 +1,8 @@
 """How the Triton scan cuts a batch into blocks and spans: index tables, made on the host and kept on the device.
 
-A span is one chain's, and there are as many as the card runs at a time, two programs a multiprocessor (forward in CUDA C++ with LRPE:
-one). What spans add to the
-state, or ask of it, is summed by pieces of them, as many as take the shortest time: not every span's sum is wanted, so that whole
-ones would leave multiprocessors without work."""
+A span is one chain's, and there are as many as the card runs at a time, two programs a multiprocessor (forward in CUDA C++ with
+LRPE: one). What spans add to the state, or ask of it, is summed by pieces of them, as many as take the shortest time: not every
+span's sum is wanted, so that whole ones would leave multiprocessors without work."""
 
 from __future__ import annotations
 
