@@ -245,7 +245,7 @@ def kind(name: str) -> str:
     own = own_kernels().get(name)
     if own:
         return own
-    if name.startswith(("short_", "norm_rows_")):  # CUDA kernels
-        return "scan" if name.startswith("short_") else "norms and gates"
+    if name.startswith(("causal_", "short_", "norm_rows_")):  # CUDA kernels
+        return "norms and gates" if name.startswith("norm_rows_") else "scan"
     lower = name.lower()
     return next((one for one, parts in NAMES.items() if any(part in lower for part in parts)), "other elementwise")

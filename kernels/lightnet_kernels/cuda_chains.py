@@ -36,12 +36,12 @@ def runs(device: torch.device, dtype: torch.dtype, D: int, V: int) -> bool:
 
 def _modern(device: torch.device) -> bool:
     """sm_90 and sm_100: a warp stores a tile of its registers in one instruction, and a multiprocessor has 227 KB to share."""
-    return DEVICE != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _grouped(device: torch.device) -> bool:
     """Whether four warps can multiply together, from shared memory."""
-    return DEVICE == "cuda" and torch.cuda.get_device_capability(device) == cuda_launch.HOPPER
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == cuda_launch.HOPPER
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def chain(
     Args:
         left: keys, or with `backward` queries over their normalisers, [B, N, H, D] bfloat16.
         right: values or the output's gradient, [B, N, H, V] bfloat16.
-        found: `triton_scan.Blocks`; with `units` enter, leave, mass and flag (0) are filled, too.
+        found: `triton_scan.Blocks`; with `units`, but not with `sums`, enter, leave, mass and flag (0) are filled, too.
         initial, final: maxima and sums, as far as they are given; the final ones are filled with `units`.
         source: FROM of the Triton kernels.
         units: whether nobody knows the blocks' units yet. Then `initial` stands beside `before`.
@@ -69,6 +69,8 @@ def chain(
     """
     heads, D, V = left.shape[2], left.shape[3], right.shape[3]
     left, right = _aligned(left), _aligned(right)
+    if before is not None and before.data_ptr() % 8:  # two numbers are read at once
+        before = before.clone()
     lrpe, programs = found.turn is not None, spans.shape[0] * heads * (D // SLICE)
     rule = "sums" if sums else "many" if programs > MULTIPROCESSORS else "few"
     warps, at_once, stages = RULES[rule][lrpe]

@@ -8,7 +8,7 @@ buffers, with b a block, p a piece, h a head:
   kv[b, h, (2,) D, V]    the state that the block finds, in units of exp(enter), angle 0 at its first token
   piece_kv[p, h, (2,) D, V]  float32, what a piece of a span adds (`triton_span_sums`), in units of exp(leave) of its last
                          block, angle 0 at the token after it; after `scan_spans` what it finds, in units of exp(leave)
-                         of the block before it
+                         of the block before it (of `cuda_chains` in units of exp(maximum), before and after `join_spans`)
 """
 
 # What Triton compiles is not quite Python: types change between uses.

@@ -120,7 +120,9 @@ def _run_gradients(
 
 
 def _prepare_gradients(_grad: Tensor, *arguments: Any) -> None:
-    _prepare_forward(*arguments[:8], arguments[-1], False)  # up to the bounds; silu
+    query, _, value = apart(*arguments[:3])
+    theta, bounds, silu = arguments[3], arguments[7], arguments[-1]
+    triton_scan.tables_of(query, shape_of(query, value, theta, silu), bounds)
 
 
 _replay_gradients = replayed(_run_gradients, _prepare_gradients, shared=True)

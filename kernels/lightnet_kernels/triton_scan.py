@@ -33,8 +33,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def tables_of(query: Tensor, shape: Shape, bounds: tuple[int, ...] | None, forward: bool = False) -> Tables:
-    """How the tokens of a call are cut. forward: for a forward pass that no rank shares, where that is another cut: into as
-    many chains as the card has multiprocessors, not twice as many, and spans into pieces, which gains nothing elsewhere."""
+    """How the tokens of a call are cut. forward: for a forward pass that no rank shares, which is another cut where CUDA kernels
+    do it: spans into pieces, and with LRPE into as many chains as the card has multiprocessors, not twice as many."""
     chains, sums = shape.heads * shape.chains, shape.heads * shape.sums
     if shape.cuda and not forward:
         sums = 0

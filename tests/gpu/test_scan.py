@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from lightnet_kernels import ScanState, additive_scan, cuda_chains, triton_tables
+from lightnet_kernels import ScanState, additive_scan, triton_tables
 from lightnet_kernels.bench.truth import scan_truth
 
 from tests.unit.kernels import packed_table
@@ -26,6 +26,12 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}  # for -k
 DTYPES = [pytest.param(dtype, id=name) for dtype, name in NAMES.items()]
 scan = functools.partial(additive_scan, backend="triton")  # refuses what it does not do: no test passes by falling back
+
+WIDTHS = [72, 128]  # by Triton alone, with chains by CUDA
+DTYPES_AND_WIDTHS = [
+    *[pytest.param(dtype, 72, id=name) for dtype, name in NAMES.items()],
+    pytest.param(BF16, 128, id="bf16-128"),
+]
 
 TABLE = [  # N, D, Dv, LRPE, dtype
     *[(n, 24, 24, True, BF16) for n in (1, 7, 64, 257)],
@@ -236,37 +242,42 @@ GRADS = {
 }
 
 
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_strided_inputs(layout):
-    inputs = make(2, 200, 2, 72, 72)
+def test_strided_inputs(layout, width):
+    inputs = make(2, 200, 2, width, width)
     table.check(inputs, BF16, DEVICE, layout=lambda name, x: x if name == "theta" else LAYOUTS[layout](x).detach())
 
 
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("upstream", GRADS)
-def test_upstream_gradients_of_any_stride(upstream):
-    table.check(make(2, 200, 2, 72, 72), BF16, DEVICE, grad_layout=GRADS[upstream])
+def test_upstream_gradients_of_any_stride(upstream, width):
+    table.check(make(2, 200, 2, width, width), BF16, DEVICE, grad_layout=GRADS[upstream])
 
 
-def test_expanded_inputs():
+@pytest.mark.parametrize("width", WIDTHS)
+def test_expanded_inputs(width):
     """One query row and one value row for all sequences."""
-    leaves, grad = large(3, 300, 2, 72)
+    leaves, grad = large(3, 300, 2, width)
     one = {n: x.detach() if n in ("key", "theta") else x.detach()[:1].expand_as(x) for n, x in leaves.items()}
     plain = {n: x.contiguous().requires_grad_() for n, x in one.items()}
     assert same_bits(both({n: x.requires_grad_() for n, x in one.items()}, grad), both(plain, grad))
 
 
-def test_interleaved_heads_do_not_touch_their_neighbours():
+@pytest.mark.parametrize("width", WIDTHS)
+def test_interleaved_heads_do_not_touch_their_neighbours(width):
     """Gradients of slices of one tensor reach that tensor, and only the slices."""
-    joined = torch.randn(2, 130, 2, 4, 72, device=DEVICE, dtype=BF16, requires_grad=True)
+    joined = torch.randn(2, 130, 2, 4, width, device=DEVICE, dtype=BF16, requires_grad=True)
     output = scan(joined[..., 0, :], joined[..., 1, :], joined[..., 2, :])
     (grad,) = torch.autograd.grad(output.float().square().sum(), joined)
     assert torch.isfinite(grad).all() and not grad[..., 3, :].any()
     assert all(grad[..., i, :].any() for i in range(3))
 
 
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("batch", "tokens"), [(0, 5), (2, 0)])
-def test_nothing_in_nothing_out(batch, tokens):
-    leaves, grad = large(batch, tokens, 2, 72)
+def test_nothing_in_nothing_out(batch, tokens, width):
+    leaves, grad = large(batch, tokens, 2, width)
     results = both(leaves, grad)
     assert results[0].shape == grad.shape and not results[-1].any()
 
@@ -274,9 +285,9 @@ def test_nothing_in_nothing_out(batch, tokens):
 # --- the same bits
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_two_runs_give_the_same_bits(dtype):
-    leaves, grad = large(3, 1000, 4, 72, dtype=dtype)
+@pytest.mark.parametrize(("dtype", "width"), DTYPES_AND_WIDTHS)
+def test_two_runs_give_the_same_bits(dtype, width):
+    leaves, grad = large(3, 1000, 4, width, dtype=dtype)
     first = both(leaves, grad)
     for _ in range(3):
         assert same_bits(first, both(leaves, grad))
@@ -288,15 +299,17 @@ def test_two_runs_over_segments_and_a_long_sequence():
         assert same_bits(both(leaves, grad, **options), both(leaves, grad, **options))
 
 
-def test_activation_checkpointing_gives_the_same_bits():
-    leaves, grad = large(2, 300, 2, 72)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_activation_checkpointing_gives_the_same_bits(width):
+    leaves, grad = large(2, 300, 2, width)
     output = torch.utils.checkpoint.checkpoint(lambda **x: scan(**x), **leaves, use_reentrant=False)
     again = [output.detach(), *torch.autograd.grad(output, list(leaves.values()), grad)]
     assert same_bits(both(leaves, grad), again)
 
 
-def test_compiled_code_gives_the_same_bits():
-    leaves, grad = large(2, 300, 2, 72)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_compiled_code_gives_the_same_bits(width):
+    leaves, grad = large(2, 300, 2, width)
     output = torch.compile(lambda **x: scan(**x) * 2, fullgraph=True)(**leaves)
     again = [output.detach() / 2, *torch.autograd.grad(output, list(leaves.values()), grad / 2)]
     assert same_bits(both(leaves, grad), again)
@@ -305,10 +318,10 @@ def test_compiled_code_gives_the_same_bits():
 # --- keys of every size
 
 
-@pytest.mark.parametrize("dtype", DTYPES[::2])
+@pytest.mark.parametrize(("dtype", "width"), [*DTYPES_AND_WIDTHS[::2], DTYPES_AND_WIDTHS[-1]])
 @pytest.mark.parametrize("kind", ["signs", "signs and noise", "rising", "falling", "first token", "first token low"])
-def test_keys_of_ten_thousand(kind, dtype):
-    inputs = make(2, 200, 2, 72, 72)
+def test_keys_of_ten_thousand(kind, dtype, width):
+    inputs = make(2, 200, 2, width, width)
     key = inputs["key"]
     sign = torch.randn(key.shape, generator=torch.Generator().manual_seed(1)).sign().double()
     ramp = torch.linspace(-1e4, 1e4, 200).double()[None, :, None, None].expand_as(key)
@@ -320,11 +333,11 @@ def test_keys_of_ten_thousand(kind, dtype):
     table.check(inputs, dtype, DEVICE)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "width"), DTYPES_AND_WIDTHS)
 @pytest.mark.parametrize("growth", [40, 77, 79, 120, 139, 141, 400])
-def test_growth_about_the_bounds_of_the_fast_path(growth, dtype):
+def test_growth_about_the_bounds_of_the_fast_path(growth, dtype, width):
     """The running maximum climbs evenly inside every block of 64 tokens, in half of the features."""
-    inputs = make(1, 257, 2, 72, 72, scale=0.1)
+    inputs = make(1, 257, 2, width, width, scale=0.1)
     climb = torch.arange(257).remainder(64).double() * growth / 63
     inputs["key"][..., ::2] += climb[None, :, None, None]
     table.check(inputs, dtype, DEVICE)
@@ -405,9 +418,27 @@ def test_key_gradients_with_states(width, theta):
     ids=str,
 )
 def test_states_by_cuda(case, width, theta):
-    if torch.cuda.get_device_capability() >= (9, 0):
+    from lightnet_kernels import cuda_chains, cuda_launch
+
+    if torch.cuda.get_device_capability()[0] in (9, 10) and cuda_launch.available():
         assert cuda_chains.runs(torch.device(DEVICE), BF16, width, width)
     state_case(BF16, theta, width=width, **case)
+
+
+@pytest.mark.parametrize("theta", [True, False])
+def test_more_chains_than_multiprocessors(theta):
+    """As in training: each sequence one span, and more of them than run at once."""
+    leaves, grad = large(160, 200, 2, 128, theta=theta)
+    wanted = scan_truth(leaves, grad, causal=True)
+    close(both(leaves, grad), [wanted.output, *wanted.grads.values()], ["output", *leaves], BF16, wanted.sizes)
+
+
+@pytest.mark.parametrize("size", [1e5, 1e7])
+def test_keys_that_are_large_and_equal(size):
+    """They count alike, however large."""
+    inputs = make(1, 200, 2, 128, 128)
+    inputs["key"][:] = size
+    table.check(inputs, BF16, DEVICE)
 
 
 @pytest.mark.parametrize("theta", [True, False])

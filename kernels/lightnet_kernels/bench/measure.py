@@ -70,6 +70,17 @@ class Clock:
         return [start.elapsed_time(end) for start, end in events]
 
 
+def mean_times(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of several results of `Clock.time`: means, the largest spread and all repeats."""
+    ahead = [one["device_ms"] for one in rounds]
+    return {
+        "ms": statistics.fmean(one["ms"] for one in rounds),
+        "device_ms": None if None in ahead else statistics.fmean(ahead),
+        "spread": max(one["spread"] for one in rounds),
+        "repeats": sum(one["repeats"] for one in rounds),
+    }
+
+
 def ceilings(clock: Clock) -> dict[str, float]:
     """{"copy_tb_s", bytes read plus written; "matmul_tflop_s", bf16 8192^3}, measured now."""
     size, side = (2**30, 8192) if clock.on_gpu else (2**22, 128)

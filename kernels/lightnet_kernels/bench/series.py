@@ -7,7 +7,7 @@ from typing import Any
 
 from . import cases
 from .cases import ScanCase, digest, make_inputs
-from .measure import check
+from .measure import check, mean_times
 from .scans import Call, Context, run_training_pair, usable_backend
 
 
@@ -18,21 +18,24 @@ def _lengths(context: Context, lengths: list[int], tokens: int) -> tuple[list[in
 
 
 def run_cost(context: Context, case: ScanCase) -> dict[str, Any]:
-    """Causal, with LRPE: nanoseconds per token from 2k to 512k tokens in a sequence."""
+    """Causal, with LRPE: nanoseconds per token from 2k to 512k tokens in a sequence, the mean of two rounds."""
     lengths, tokens = _lengths(context, cases.COST_LENGTHS, cases.COST_TOKENS)
     case = context.fit(case)
     backend, reason = usable_backend(case.small() if context.clock.on_gpu else case, context.device)
-    points = []
-    for length in lengths:
-        sized = case.sized(tokens // length, length)
-        times = run_training_pair(context, sized, backend)
-        per_token = {name: 1e6 * time["ms"] / tokens for name, time in times.items()}
-        points.append({"tokens": length, "batch": sized.batch, **times, "ns_per_token": per_token})
+    rounds: dict[int, list[dict[str, Any]]] = {length: [] for length in lengths}
+    for length in [*lengths, *reversed(lengths)]:  # there and back: a card is cooler, and faster, at first
+        times = run_training_pair(context, case.sized(tokens // length, length), backend)
+        rounds[length].append(times)
         print(
-            f"    T {length:7,d} B {sized.batch:4d}  forward {times['forward']['ms']:8.3f} ms  forward+backward "
-            f"{times['forward_backward']['ms']:8.3f} ms  {per_token['forward_backward']:.2f} ns a token",
+            f"    T {length:7,d} B {tokens // length:4d}  forward {times['forward']['ms']:8.3f} ms  forward+backward "
+            f"{times['forward_backward']['ms']:8.3f} ms",
             flush=True,
         )
+    points = []
+    for length in lengths:
+        times = {name: mean_times([one[name] for one in rounds[length]]) for name in ("forward", "forward_backward")}
+        per_token = {name: 1e6 * time["ms"] / tokens for name, time in times.items()}
+        points.append({"tokens": length, "batch": tokens // length, **times, "ns_per_token": per_token})
     checks = []
     for name, bar in zip(("forward", "forward_backward"), cases.COST_SPREAD, strict=True):
         costs = [point["ns_per_token"][name] for point in points]

@@ -144,8 +144,9 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
 #pragma unroll
       for (int f = 0; f < F; f++) {
         all_peaks[f] = larger2(all_peaks[f], peaks[f]);
-        higher |= fmaxf(low(peaks[f]), high(peaks[f])) * LOG2E - leaves[f] * LOG2E > HIGHEST;
+        higher |= (fmaxf(low(peaks[f]), high(peaks[f])) - leaves[f]) * LOG2E > HIGHEST;
       }
+      finish(state);
       if (some(higher)) {
 #pragma unroll
         for (int f = 0; f < F; f++) {
@@ -179,13 +180,12 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
       turn(state, factor);
     }
     if (!SUMS) store(state, staged, spots, kept, lane);
-    Each target;
+    if (!(UNITS && SUMS)) {
+      if (SUMS) finish(state);
 #pragma unroll
-    for (int f = 0; f < F; f++) {
-      if (!(UNITS && SUMS)) factor[f].x = exp2_of((enters[f] - leaves[f]) * LOG2E);
-      target[f] = leaves[f] * LOG2E;
+      for (int f = 0; f < F; f++) factor[f].x = exp2_of((enters[f] - leaves[f]) * LOG2E);
+      rescale(state, factor);
     }
-    if (!(UNITS && SUMS)) rescale(state, factor);
     // To the next block's unit and place.
     unit_at += on / BT * next_unit, kept += on / BT * next_state;
     Each next_enters, next_leaves, added;
@@ -206,10 +206,10 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
     for (int k = 0; k < BT; k += 16) {
       u32 operand[TILES][4], *r = keys[k / 16];
       if (!SUMS) load_keys(r, tokens + k * 64 + key_spot);
-      weigh(operand, r, target, run, step, added);
+      weigh(operand, r, leaves, run, step, added);
       multiply(state, operand, values + k * 64, spots);
     }
-    if (GROUPED && !SUMS) group_wait<0>();
+    if (!SUMS) finish(state);
     if (BACKWARD && LRPE && !SUMS) {
       const int at = place + left_over - 1;
       if (at % WINDOW == 0 && at > 0) {
@@ -251,7 +251,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
     else turn(state, factor);
   }
 
-  if (GROUPED && SUMS) group_wait<0>();
+  if (SUMS) finish(state);
 #pragma unroll
   for (int f = 0; f < F * (UNITS && SUMS); f++) {
     top[f] = highest(all_peaks[f]);

@@ -103,7 +103,6 @@ DEVICE void rescale(State& state, const float2* by) {
 #pragma unroll
   for (int f = 0; f < F; f++) changes |= by[f].x != 1.f;
   if (!some(changes)) return;
-  if (GROUPED && SUMS) group_wait<0>();
 #pragma unroll
   for (int f = 0; f < F; f++)
 #pragma unroll
@@ -151,7 +150,7 @@ DEVICE void store(const State& state, u16* staged, const Spots& spots, u16* to, 
 
 // The product's left operand of 16 tokens: their keys' weights (to be added to `added`, too), or queries, and with LRPE both
 // halves of them. `run`: of the lane's next two tokens, goes on by 16.
-DEVICE void weigh(u32 (*operand)[4], const u32* r, const float* target, float2 (*run)[2], const float2* step, float* added) {
+DEVICE void weigh(u32 (*operand)[4], const u32* r, const float* unit, float2 (*run)[2], const float2* step, float* added) {
   if (BACKWARD && !LRPE) {
     operand[0][0] = r[0], operand[0][1] = r[2], operand[0][2] = r[1], operand[0][3] = r[3];
   } else {
@@ -162,7 +161,7 @@ DEVICE void weigh(u32 (*operand)[4], const u32* r, const float* target, float2 (
       for (int e = 0; e < 4; e++) {
         const u32 two = r[f * 2 + e / 2];
         const float one = e % 2 ? high(two) : low(two);
-        x[f][e] = BACKWARD ? one : exp2_of(one * LOG2E - target[f]);
+        x[f][e] = BACKWARD ? one : exp2_of((one - unit[f]) * LOG2E);  // 1 where it is the unit, however large
       }
     if (UNITS) {
 #pragma unroll
@@ -193,6 +192,8 @@ DEVICE void weigh(u32 (*operand)[4], const u32* r, const float* target, float2 (
 // The state += operand @ rows of 16 tokens' values.
 DEVICE void multiply(State& state, u32 (*operand)[4], const u16* rows, const Spots& spots) {
   if constexpr (GROUPED) {
+#pragma unroll
+    for (int m = 0; m < TILES; m++) hold<COLUMN_TILES>(state[m]), hold(operand[m]);
     group_fence();
 #pragma unroll
     for (int m = 0; m < TILES; m++) group_product<V, BT>(state[m], operand[m], rows);
@@ -206,5 +207,14 @@ DEVICE void multiply(State& state, u32 (*operand)[4], const u16* rows, const Spo
 #pragma unroll
       for (int m = 0; m < TILES; m++) product16(state[m][j], operand[m], columns), product16(state[m][j + 1], operand[m], columns + 2);
     }
+  }
+}
+
+// Before the state is touched again. All warps of a group wait at once.
+DEVICE void finish(State& state) {
+  if constexpr (GROUPED) {
+    group_wait<0>();
+#pragma unroll
+    for (int m = 0; m < TILES; m++) hold<COLUMN_TILES>(state[m]);
   }
 }

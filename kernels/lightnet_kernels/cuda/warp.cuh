@@ -66,12 +66,20 @@ template <int N, int PANEL> DEVICE void group_product(float (*c)[4], const u32* 
                  : SIXTEEN(c, 0), SIXTEEN(c, 4)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(place), "r"(1));
 }
+// Registers that the compiler must have ready here, and not before.
+template <int COUNT> DEVICE void hold(float (*c)[4]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : FOUR(c, i)::"memory");
+}
+DEVICE void hold(u32* a) { asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory"); }
 DEVICE void group_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT> DEVICE void group_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 DEVICE void copies_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #else  // never called
 template <int N, int PANEL> DEVICE void group_product(float (*)[4], const u32*, const u16*) {}
+template <int COUNT> DEVICE void hold(float (*)[4]) {}
+DEVICE void hold(u32*) {}
 DEVICE void group_fence() {}
 DEVICE void group_commit() {}
 template <int LEFT> DEVICE void group_wait() {}

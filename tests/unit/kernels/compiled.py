@@ -96,6 +96,18 @@ def spans(**options: Any) -> None:
     back(output, later, end.sum, end.kv)
 
 
+def cuda_spans() -> None:
+    """What is left to Triton where CUDA kernels do chains and sums."""
+    from lightnet_kernels import cuda_chains, cuda_launch
+
+    before = cuda_chains.runs, cuda_launch.launch
+    cuda_chains.runs, cuda_launch.launch = lambda *_: True, lambda *_: None  # type: ignore[assignment]
+    try:
+        spans()
+    finally:
+        cuda_chains.runs, cuda_launch.launch = before  # type: ignore[assignment]
+
+
 def ranks() -> None:
     """The two halves of each pass where ranks share a sequence; what another one would send is this one's own."""
     from lightnet_kernels import triton_scan_ranks
@@ -150,6 +162,7 @@ CASES: dict[str, Callable[[], None]] = {
     "causal, float32": lambda: scan(torch.float32, 64),
     "causal, without LRPE": lambda: scan(lrpe=False),
     "spans": spans,
+    "spans by CUDA": cuda_spans,
     "spans, without LRPE": lambda: spans(lrpe=False),
     "ranks": ranks,
     "decoding": decoding,

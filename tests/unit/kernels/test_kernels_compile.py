@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from tests.conftest import ROOT
 
 SLOW = ("causal, float32", "causal, without LRPE", "spans, without LRPE")
-ORDINARY = ("spans", "ranks", "decoding", "bidirectional", "companions", "toeplitz")
+ORDINARY = ("spans", "spans by CUDA", "ranks", "decoding", "bidirectional", "companions", "toeplitz")
 
 
 def compiled(*cases, **environment):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from lightnet_kernels import cuda_chains, cuda_launch, triton_tables
+from lightnet_kernels import cuda_chains, cuda_launch, triton_replay, triton_tables
 
 from tests.gpu import test_scan as on_card
 
@@ -91,7 +91,7 @@ def test_spans(theta, pieces, launched, monkeypatch):
     monkeypatch.setattr(triton_tables, "pieces_of", lambda *_: pieces)
     table.forget()
     assert len(triton_tables.tables(1, 1100, None, 64, 1, 1, torch.device("cpu")).pieces) > pieces
-    table.check_segments([1100, 40], BF16, "cpu", heads=1, width=64, value_width=64, theta=theta)
+    table.check_segments([1100, 40], BF16, "cpu", heads=1, width=64, value_width=64, theta=theta, lift=150.0)
     assert {(backward, int(theta), sums) for backward in (0, 1) for sums in (0, 1)} == set(launched)
     table.forget()
 
@@ -149,5 +149,31 @@ def test_strides():
 @inside
 def test_repeated():
     """The third call of a layout is a recording's."""
+    table.forget()
     for seed in range(3):
         table.check(make(1, 70, 2, 64, 64, seed=seed), BF16, "cpu")
+    assert recorded() == 2
+
+
+def recorded():
+    """How many calls are recordings; none could not be recorded."""
+    calls = [*triton_replay._recordings.values()]
+    assert "plain" not in calls
+    return sum(call != "met" for call in calls)
+
+
+@inside
+def test_other_documents():
+    """With as many blocks: forward and backward calls of other bounds are recorded at once."""
+    table.forget()
+    for lengths in ([10, 182], [70, 122]):
+        table.check_segments(lengths, BF16, "cpu", heads=1, width=64, value_width=64)
+    assert recorded() == 2
+
+
+@inside
+@pytest.mark.parametrize("theta", [True, False])
+def test_more_chains_than_multiprocessors(theta, monkeypatch):
+    monkeypatch.setattr(cuda_chains, "MULTIPROCESSORS", 0)
+    table.forget()
+    table.check(make(1, 200, 1, 64, 64, theta=theta), BF16, "cpu")

@@ -70,3 +70,22 @@ def test_sixteen_heads(batch, tokens, spans, pieces):
     """Chains fill a card once; what is summed of them fills it again, in pieces."""
     found = triton_tables.tables(batch, tokens, None, BLOCK, 4 * 16, 2 * 16, CPU)
     assert (len(found.spans), len(found.pieces)) == (spans, pieces)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "spans", "pieces", "asked"),
+    [
+        (256, 2048, 256, 256, 256),
+        (4, 131072, 4, 4, 8),
+        (2, 262144, 4, 64, 8),
+        (1, 524288, 4, 64, 8),
+        (1, 131072, 4, 32, 8),
+        (1, 16384, 4, 16, 8),
+    ],
+)
+def test_sixteen_heads_by_cuda(batch, tokens, spans, pieces, asked):
+    """Forward a multiprocessor has one chain, and pieces are small; backward two, and spans are whole."""
+    found = triton_tables.tables(batch, tokens, None, BLOCK, 4 * 16, 2 * 16, CPU, cuda=True)
+    assert (len(found.spans), len(found.pieces)) == (spans, pieces)
+    found = triton_tables.tables(batch, tokens, None, BLOCK, 2 * 16, 0, CPU, cuda=True)
+    assert len(found.spans) == len(found.pieces) == asked
