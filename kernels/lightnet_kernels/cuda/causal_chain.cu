@@ -87,7 +87,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
       if (from) top[f] = top_before[source * D + feature + f * 8], total[f] = sum_before[source * D + feature + f * 8];
       leaves[f] = top[f];
     } else {
-      enters[f] = enter[unit_at + f * 8], leaves[f] = leave[unit_at + f * 8];
+      enters[f] = enter[unit_at + f * 8], leaves[f] = SUMS ? enters[f] : leave[unit_at + f * 8];
     }
     if (!LRPE) continue;
     float2 two = turn_by(turns, BT, f);
@@ -191,7 +191,7 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
     Each next_enters, next_leaves, added;
 #pragma unroll
     for (int f = 0; f < F * !UNITS; f++)
-      if (left_over > 1) next_enters[f] = enter[unit_at + f * 8], next_leaves[f] = leave[unit_at + f * 8];
+      if (left_over > 1) next_enters[f] = enter[unit_at + f * 8], next_leaves[f] = SUMS ? 0.f : leave[unit_at + f * 8];
     float2 run[F][2];  // cosine and sine of the lane's next two tokens
 #pragma unroll
     for (int f = 0; f < F; f++) {
@@ -243,12 +243,11 @@ causal_chain(const u16* left, const u16* right, const int* spans, const float* t
 #pragma unroll
     for (int f = 0; f < F; f++) {
       const float faded = BACKWARD ? exp2_of((next_leaves[f] - enters[f]) * LOG2E) : fade(leaves[f], next_enters[f]);
-      factor[f] = pair_of(faded, 0.f);
-      if (LRPE && !SUMS) factor[f] = scaled(angles[(2 * F + f) * THREADS], faded);
-      enters[f] = next_enters[f], leaves[f] = next_leaves[f];
+      factor[f] = LRPE ? scaled(angles[(2 * F + f) * THREADS], faded) : pair_of(faded, 0.f);
+      leaves[f] = SUMS ? enters[f] : next_leaves[f];  // sums go from one block's enter to the next one's
+      enters[f] = next_enters[f];
     }
-    if (SUMS) rescale(state, factor);
-    else turn(state, factor);
+    if (!SUMS) turn(state, factor);
   }
 
   if (SUMS) finish(state);

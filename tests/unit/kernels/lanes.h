@@ -108,7 +108,11 @@ inline void product(float* c, const u32* a, const u32* b, int halves) {
 inline void product16(float* c, const u32* a, const u32* b) { product(c, a, b, 2); }
 inline void product8(float* c, const u32* a, const u32* b) { product(c, a, b, 1); }
 
-template <int N, int PANEL> void group_product(float (*c)[4], const u32* a, const u16* b) {
+// Products of four warps are done when they are waited for, no sooner: who touches the result before, or overwrites what they
+// read, is found out.
+static thread_local std::vector<std::vector<std::function<void()>>> groups(1);
+
+template <int N, int PANEL> void group_product_now(float (*c)[4], const u32* a, const u16* b) {
   for (int j = 0; j < N / 8; j++) {
     u32 right[2];
     for (int half = 0; half < 2; half++) {
@@ -121,9 +125,18 @@ template <int N, int PANEL> void group_product(float (*c)[4], const u32* a, cons
 }
 template <int COUNT> void hold(float (*)[4]) {}
 inline void hold(u32*) {}
+template <int N, int PANEL> void group_product(float (*c)[4], const u32* a, const u16* b) {
+  const std::vector<u32> left(a, a + 4);
+  groups.back().push_back([=] { group_product_now<N, PANEL>(c, left.data(), b); });
+}
 inline void group_fence() {}
-inline void group_commit() {}
-template <int LEFT> void group_wait() {}
+inline void group_commit() { groups.emplace_back(); }
+template <int LEFT> void group_wait() {
+  while (groups.size() > LEFT + 1) {
+    for (auto& product : groups.front()) product();
+    groups.erase(groups.begin());
+  }
+}
 inline void copies_fence() {}
 
 inline void copy16(void* to, const void* from, bool there) {
