@@ -97,9 +97,7 @@ def test_spans(theta, pieces, launched, monkeypatch):
 
 
 @inside
-@pytest.mark.parametrize(
-    ("theta", "warps", "grouped"), [(True, 4, True), (True, 8, True), (True, 4, False), (False, 4, True)]
-)
+@pytest.mark.parametrize(("theta", "warps", "grouped"), [(True, 8, True), (True, 4, False), (False, 4, True)])
 def test_warps(theta, warps, grouped, monkeypatch):
     """Chains and sums by tiles of 16 or 8 features a warp, and by four warps together; keys climb, so that units leave blocks
     otherwise than they enter."""
