@@ -227,16 +227,16 @@ def block_states(
     max0, sum0, kv0 = initial or (None,) * 3
     top, total, last = final or (None,) * 3
     begin, end, before, source = (max0, sum0), (top, total), kv0, 0 if initial is None else 2
-    if table.chained:
-        before, source = empty_spans(shape, table, key.device), 1
-    if shape.cuda:  # chains find units on their way
-        if before is not None and table.chained:
-            begin = joined_spans(key, value, theta, shape, table, found, before, initial)
-    else:
+    if not shape.cuda:  # whose chains find units on their way
         fill_units(key, shape, table, found, begin, end)
-        if before is not None and table.chained:
-            sum_spans(key, value, shape, table, found, before, KEYS=True, ALL=False)
-            move_spans(before, theta, shape, table, found, (max0, kv0))
+    if table.chained:
+        before = held = empty_spans(shape, table, key.device)
+        source = 1
+        if shape.cuda:
+            begin = joined_spans(key, value, theta, shape, table, found, held, initial)
+        else:
+            sum_spans(key, value, shape, table, found, held, KEYS=True, ALL=False)
+            move_spans(held, theta, shape, table, found, (max0, kv0))
     chain_states(key, value, shape, table, found, begin, end, before, last, source, shape.cuda)
     return found
 

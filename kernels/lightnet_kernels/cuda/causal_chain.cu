@@ -13,7 +13,6 @@
 // Given by the compiler: BACKWARD, UNITS, SUMS, LRPE; D and V, widths; GROUPED, whether four warps multiply together (sm_90 alone);
 // BLOCKS on a multiprocessor, STAGES of the pipeline, WARPS (4 or, with LRPE, 8).
 
-
 constexpr int BYTES = 2 * (STAGES * SLOT + WARPS * STAGED) + LRPE * 3 * F * THREADS * 8;
 
 extern "C" __device__ int shared_bytes = BYTES;
@@ -23,8 +22,7 @@ extern "C" __device__ int shared_bytes = BYTES;
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 causal_chain(const u16* left, const u16* right, const int* spans, const float* turns, u16* kept, const u16* found, float* enter,
              float* leave, float* mass, int* flag, const float* top_before, const float* sum_before, float* top_after,
-             float* sum_after, float* before, float* after, float* moved, STRIDES(left),
-             STRIDES(right), i64 heads, i64 from) {
+             float* sum_after, float* before, float* after, float* moved, STRIDES(left), STRIDES(right), i64 heads, i64 from) {
   SHARED_MEMORY
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const i64 which = blockIdx.x / (u32)SLICES, span = which / heads, head = which % heads;
