@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import cuda_launch
 from .compiling import constant_result
+from .triton_launch import only_compiled
 
 DEVICE = "cuda"
 Pair = tuple[Tensor | None, Tensor | None]
@@ -72,14 +73,17 @@ def chain(
     if before is not None and before.data_ptr() % 8:  # two numbers are read at once
         before = before.clone()
     lrpe, programs = found.turn is not None, spans.shape[0] * heads * (D // SLICE)
-    rule = "sums" if sums else "many" if programs > MULTIPROCESSORS else "few"
-    warps, at_once, stages = RULES[rule][lrpe]
-    constants = {
-        "BACKWARD": int(backward), "UNITS": int(units), "SUMS": int(sums), "LRPE": int(lrpe), "D": D, "V": V,
-        "WARPS": warps, "BLOCKS": at_once, "STAGES": stages, "GROUPED": int(_grouped(left.device)),
-    }  # fmt: skip
-    cuda_launch.launch(
-        "causal_chain", FILES, constants, programs,
-        [left, right, spans, found.turn, kept, found.kv, found.enter, found.leave, found.mass, found.flag, *initial, *final,
-         before, after, moved, *left.stride()[:3], *right.stride()[:3], heads, source],
-    )  # fmt: skip
+    rules = ["sums" if sums else "many" if programs > MULTIPROCESSORS else "few"]
+    if only_compiled() and not sums:
+        rules = ["many", "few"]  # the next call may have more tokens, or fewer
+    for rule in rules:
+        warps, at_once, stages = RULES[rule][lrpe]
+        constants = {
+            "BACKWARD": int(backward), "UNITS": int(units), "SUMS": int(sums), "LRPE": int(lrpe), "D": D, "V": V,
+            "WARPS": warps, "BLOCKS": at_once, "STAGES": stages, "GROUPED": int(_grouped(left.device)),
+        }  # fmt: skip
+        cuda_launch.launch(
+            "causal_chain", FILES, constants, programs,
+            [left, right, spans, found.turn, kept, found.kv, found.enter, found.leave, found.mass, found.flag, *initial,
+             *final, before, after, moved, *left.stride()[:3], *right.stride()[:3], heads, source],
+        )  # fmt: skip

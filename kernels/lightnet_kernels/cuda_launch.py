@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.runtime.cache import get_cache_manager
 
 from .recording import active
-from .triton_launch import only_compiled
+from .triton_launch import compiled_apart, only_compiled
 
 FOLDER = Path(__file__).parent / "cuda"
 HOPPER = (9, 0)
@@ -47,9 +47,11 @@ def launch(
         blocks: in the grid.
         arguments: the kernel's, each of 64 bits: addresses and integers.
     """
-    start = _compiled(name, files, tuple(constants.items()), torch.cuda.current_device())
+    what = name, files, tuple(constants.items()), torch.cuda.current_device()
     if only_compiled():
+        compiled_apart(_compiled, *what)
         return
+    start = _compiled(*what)
     values = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     grid = (blocks, 1, 1)
     start(grid, torch.cuda.current_stream().cuda_stream, values, ())

@@ -11,8 +11,8 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,18 +31,38 @@ def _small(x: Any) -> Any:
     return (x == 1, x & 15 == 0, x >> 31) if type(x) is int else x
 
 
+class _Together(NamedTuple):
+    """What a thread that only compiles has met so far."""
+
+    pool: ThreadPoolExecutor
+    kernels: list[Any]  # Triton's, or futures of them
+    others: dict[Any, Future[Any]]
+
+
 _local = threading.local()
 _together: set[Any] = set()
 
 
+def _compiling() -> _Together | None:
+    return getattr(_local, "together", None)
+
+
 def only_compiled() -> bool:
     """Whether this thread's launches start nothing: see `compiled_together`."""
-    return getattr(_local, "kernels", None) is not None
+    return _compiling() is not None
 
 
-def compiled_together(key: Any, device: torch.device, run: Callable[[], Any]) -> None:
-    """Before `run` runs for the first time under this key, compile all that it launches, in threads. `run` is called
-    once without launching anything; what it returns is not used."""
+def compiled_apart(compile_: Callable[..., Any], *arguments: Any) -> None:
+    """Where launches start nothing: call another compiler than Triton's in one of the threads, once with the same arguments."""
+    together = _compiling()
+    assert together is not None
+    if arguments not in together.others:
+        together.others[arguments] = together.pool.submit(compile_, *arguments)
+
+
+def compiled_together(key: Any, device: torch.device, *runs: Callable[[], Any]) -> None:
+    """Before something runs for the first time under this key, compile all that it launches, in threads. `runs` are called
+    once each without launching anything, one for every way that a call may take; what they return is not used."""
     if key in _together or device.type != "cuda" or knobs.runtime.interpret:
         return
     _together.add(key)
@@ -52,15 +72,17 @@ def compiled_together(key: Any, device: torch.device, run: Callable[[], Any]) ->
             (kernel.result() if hasattr(kernel, "result") else kernel)._init_handles()
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        kernels: list[Any] = []
-        _local.kernels = kernels
+        together = _local.together = _Together(pool, [], {})
         try:
             with AsyncCompileMode(pool):
-                run()
+                for run in runs:
+                    run()
         finally:
-            _local.kernels = None
+            _local.together = None
             active_mode.set(None)  # where a kernel does not compile Triton leaves the mode on, with a pool that is gone
-        list(pool.map(load, kernels))
+        list(pool.map(load, together.kernels))
+        for other in together.others.values():
+            other.result()
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -68,9 +90,9 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     the launch options (num_warps) by name."""
 
     def start(*arguments: Any, **constants: Any) -> None:
-        kernels = getattr(_local, "kernels", None)
-        if kernels is not None:
-            kernels.append(kernel.warmup(*arguments, grid=grid, **constants))
+        together = _compiling()
+        if together is not None:
+            together.kernels.append(kernel.warmup(*arguments, grid=grid, **constants))
             return
         tape = active()
         if tape is None:

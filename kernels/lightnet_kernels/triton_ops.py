@@ -41,7 +41,7 @@ def _group(*tensors: Tensor | None) -> tuple[Tensor, ...] | None:
 
 
 def _case(query: Tensor, value: Tensor, theta: Tensor | None, initial: Any, silu: bool, state: bool) -> tuple[Any, ...]:
-    """What decides which kernels a call launches, but for the cut into spans: those are compiled when met."""
+    """What decides which kernels a call launches, but for the cut into spans: those of one and of several are compiled."""
     return shape_of(query, value, theta, silu), query.dtype, query.device, initial is None, state
 
 
@@ -59,8 +59,8 @@ def _run_forward(query, key, value, theta, initial_max, initial_sum, initial_kv,
         query, key, value, None if theta is None else theta.contiguous(),
         _group(initial_max, initial_sum, initial_kv), bounds, silu, return_state,
     )  # fmt: skip
-    compiled_together(("forward", *_case(query, value, *arguments[3:5], silu, return_state)), query.device,
-                      lambda: triton_scan.forward(*arguments))  # fmt: skip
+    runs = [functools.partial(triton_scan.forward, *arguments, chained) for chained in (False, True)]
+    compiled_together(("forward", *_case(query, value, *arguments[3:5], silu, return_state)), query.device, *runs)
     output, state, found = triton_scan.forward(*arguments)
     return output, *(state or (None,) * 3), *found
 
@@ -114,8 +114,8 @@ def _run_gradients(
     )  # fmt: skip
     one, _, other = apart(query, key, value)
     case = (key is None, *_case(one, other, *arguments[2:4], silu, final is None))
-    compiled_together(("backward", *case), query.device,
-                      lambda: triton_scan_grads.backward(*arguments))  # fmt: skip
+    runs = [functools.partial(triton_scan_grads.backward, *arguments, chained) for chained in (False, True)]
+    compiled_together(("backward", *case), query.device, *runs)
     return triton_scan_grads.backward(*arguments)
 
 

@@ -266,10 +266,14 @@ def forward(
     bounds: tuple[int, ...] | None,
     silu: bool,
     return_state: bool,
+    chained: bool | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...] | None, Blocks]:
-    """Output [B, N, H, Dv], contiguous; if asked for, the state's max, sum and kv; and what the backward pass needs."""
+    """Output [B, N, H, Dv], contiguous; if asked for, the state's max, sum and kv; and what the backward pass needs.
+    chained: where kernels are only compiled, whether as if sequences had several spans."""
     shape = shape_of(query, value, theta, silu)
     table = tables_of(query, shape, bounds, forward=True)
+    if chained is not None:
+        table = table._replace(chained=chained)
     query, key, value = rows_of(query), rows_of(key), rows_of(value)
     output = torch.empty_like(value, memory_format=torch.contiguous_format)
     final = None

@@ -13,7 +13,8 @@ from torch import Tensor
 TIMING = (
     "medians of CUDA events around one call; 256 MiB are written before each repetition so that the L2 cache holds no "
     "input. 'ms': the host starts the call while that write runs (what bars are held against). 'device_ms': the device "
-    "is kept busy until the host has queued the call, as in a training step whose host runs ahead."
+    "is kept busy until the host has queued the call, as in a training step whose host runs ahead. The cost "
+    "of a token is timed when the card has worked for 2 s."
 )
 FLUSH_BYTES = 2**28
 BUSY_CYCLES = 4_000_000  # about 2 ms
@@ -42,11 +43,15 @@ class Clock:
         self.synchronize()
         return 1e3 * (time.perf_counter() - start)
 
-    def time(self, call: Callable[[], Any], repeats: int | None = None) -> dict[str, Any]:
-        """{"ms", "device_ms", "spread", "repeats"}: medians, and (p90 - p10) / median of "ms"."""
+    def time(self, call: Callable[[], Any], repeats: int | None = None, warm_up: float = 0.0) -> dict[str, Any]:
+        """{"ms", "device_ms", "spread", "repeats"}: medians, and (p90 - p10) / median of "ms". `warm_up`: seconds of calls
+        before, for calls so long that the card comes to its power limit: its clocks fall for a second, then rise again."""
         count = repeats or self.repeats
         for _ in range(3):
             call()
+        end = time.perf_counter() + (warm_up if self.on_gpu else 0.0)
+        while time.perf_counter() < end:
+            self._samples(call, 10, busy=False)
         times = self._samples(call, count, busy=False)
         median = statistics.median(times)
         ordered = sorted(times)

@@ -168,6 +168,6 @@ def run_training_pair(context: Context, case: ScanCase, backend: str) -> dict[st
     call = Call(case, make_inputs(case, context.device), backend)
     count = min(20, context.clock.repeats)  # calls of tens of milliseconds
     return {
-        "forward": context.clock.time(call.forward, count),
-        "forward_backward": context.clock.time(call.both, count),
+        "forward": context.clock.time(call.forward, count, warm_up=2.0),
+        "forward_backward": context.clock.time(call.both, count, warm_up=0.5),
     }

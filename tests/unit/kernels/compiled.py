@@ -14,6 +14,7 @@ import pkgutil
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ def no_card_needed() -> list[str]:
         return run(self, *arguments, grid=grid, warmup=True, **options)
 
     JITFunction.run = compile_only  # type: ignore[method-assign]
-    triton_launch._local.kernels = []  # what is "launched" is compiled, too
+    triton_launch._local.together = triton_launch._Together(
+        ThreadPoolExecutor(1), [], {}
+    )  # what is "launched" is compiled, too
     return names
 
 
