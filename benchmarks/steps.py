@@ -15,6 +15,8 @@ from sequence_parallel import text
 
 PROFILED = 3
 KERNELS = 50  # named with a breakdown
+BETWEEN = 5.0  # microseconds: a longer pause between kernels is one that the device waits for something, not for the next launch
+PAUSES = 12  # named with a breakdown
 DOCUMENT = 700  # tokens, in the mean
 # Parts of kernels' names, the first that fits; names of this package's kernels come before.
 NAMES = {
@@ -103,7 +105,7 @@ def timed(step: Callable[[int], object], warm: int, steps: int, profile: bool, c
 
     Returns:
         step_seconds (median), seconds (each), first_step_seconds; on a GPU allocated_bytes and reserved_bytes, peaks;
-        breakdown and kernels, as of :func:`breakdown`.
+        what :func:`breakdown` finds.
     """
     import torch
 
@@ -133,8 +135,7 @@ def timed(step: Callable[[int], object], warm: int, steps: int, profile: bool, c
         }
         found |= peaks
     if profile and cuda:
-        rows, found["kernels"] = breakdown(lambda number: step(warm + steps + number), wait, found["step_seconds"])
-        found["breakdown"] = rows
+        found |= breakdown(lambda number: step(warm + steps + number), wait, found["step_seconds"])
     return found
 
 
@@ -182,11 +183,15 @@ def run_engine(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def breakdown(
-    step: Callable[[int], object], wait: Callable[[], None], seconds: float
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Milliseconds of a step by kind of kernel, "busy" (any of them runs) and "idle" (the rest of ``seconds``, a step without
-    the profiler, which makes the host slower); and the kernels that take most of it: name, milliseconds and calls a step."""
+def breakdown(step: Callable[[int], object], wait: Callable[[], None], seconds: float) -> dict[str, Any]:
+    """What a step consists of on the device.
+
+    Returns:
+        breakdown: milliseconds of a step by kind of kernel, "busy" (any of them runs) and "idle" (the rest of ``seconds``, a step
+            without the profiler, which makes the host slower);
+        kernels: those that take most of it: name, milliseconds and calls a step;
+        pauses: of the device, see :func:`pauses`.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     wait()
@@ -202,9 +207,9 @@ def breakdown(
         if str(event.device_type).endswith("CUDA") and end > start:
             kinds[kind(event.name)] += (end - start) / 1e3 / PROFILED
             kernels[event.name[:120]].append((end - start) / 1e3 / PROFILED)
-            spans.append((start, end))
+            spans.append((start, end, event.name[:60]))
     busy, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
+    for start, end, _ in sorted(spans):
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     busy /= 1e3 * PROFILED
@@ -214,7 +219,44 @@ def breakdown(
         {"name": name, "milliseconds": round(sum(times), 3), "calls": round(len(times) / PROFILED, 2)}
         for name, times in most
     ]
-    return {**rows, "busy": round(busy, 3), "idle": round(max(0.0, 1e3 * seconds - busy), 3)}, table
+    whole = {**rows, "busy": round(busy, 3), "idle": round(max(0.0, 1e3 * seconds - busy), 3)}
+    return {"breakdown": whole, "kernels": table, "pauses": pauses(spans, PROFILED)}
+
+
+def pauses(spans: list[tuple[float, float, str]], steps: int) -> dict[str, Any]:
+    """Of a device that ran so many steps under a profiler: where nothing ran.
+
+    Args:
+        spans: start and end in microseconds and name of each kernel and copy, in any order, on any stream.
+
+    Returns:
+        kernels: a step; between_ms: a step's milliseconds in pauses of at most ``BETWEEN``, one launch after the other;
+        long: the others by what ran before and after, the most milliseconds first: after, before, milliseconds and count a step.
+    """
+    between, reached, last = 0.0, float("inf"), ""
+    long: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for start, end, name in sorted(spans):
+        pause = start - reached
+        if 0 < pause <= BETWEEN:
+            between += pause
+        elif pause > BETWEEN:
+            long[last, name].append(pause)
+        if end > reached or not last:
+            reached, last = end, name
+    most = sorted(long.items(), key=lambda one: -sum(one[1]))[:PAUSES]
+    return {
+        "kernels": round(len(spans) / steps, 1),
+        "between_ms": round(between / 1e3 / steps, 3),
+        "long": [
+            {
+                "after": after,
+                "before": before,
+                "milliseconds": round(sum(one) / 1e3 / steps, 3),
+                "count": round(len(one) / steps, 2),
+            }
+            for (after, before), one in most
+        ],
+    }
 
 
 @functools.cache

@@ -188,7 +188,7 @@ def measure(
     if given.profile and DEVICE.type == "cuda":
         one = functools.partial(seconds, loss, images, optimizer)
         alone = statistics.median(times)
-        found["breakdown"], found["kernels"] = breakdown(lambda number, one=one: one(1), torch.cuda.synchronize, alone)
+        found |= breakdown(lambda number, one=one: one(1), torch.cuda.synchronize, alone)
         del one
     del model, loss, optimizer, images
     gc.collect()

@@ -63,6 +63,26 @@ def test_kernels_have_a_kind() -> None:
     assert kind("void at::native::vectorized_elementwise_kernel<4, ...>") == "other elementwise"
 
 
+def test_pauses_of_a_device() -> None:
+    from steps import pauses
+
+    spans = [
+        (100.0, 110.0, "b"),
+        (0.0, 98.0, "a"),  # before b, two microseconds of pause
+        (105.0, 150.0, "c"),  # meanwhile, on another stream
+        (120.0, 130.0, "d"),
+        (250.0, 260.0, "a"),
+        (262.0, 300.0, "c"),
+        (370.0, 380.0, "a"),
+    ]
+    assert pauses(spans, 2) == {
+        "kernels": 3.5,
+        "between_ms": 0.002,
+        "long": [{"after": "c", "before": "a", "milliseconds": 0.085, "count": 1.0}],
+    }
+    assert pauses([], 1) == {"kernels": 0.0, "between_ms": 0.0, "long": []}
+
+
 def test_bars_are_of_an_h100() -> None:
     from training import missed
 
