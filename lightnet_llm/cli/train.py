@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from ..errors import UserError
 from ..imports import uncollected, without_compiler
 from ..launch.command import HANDOVER, device_count, launcher_command
 from ..launch.hosts import read_hostfile
+from ..launch.times import VARIABLE
 from ..supervisor import Hosts, Supervisor
 
 
@@ -121,6 +124,7 @@ def train(
     as_json: bool,
 ) -> None:
     """Train CONFIG (a YAML file or a preset's name) with key=value overrides."""
+    began = [time.time()]
     without_compiler()
     if gpus is not None and hostfile is not None:
         raise UserError("--gpus and --hostfile are both given; a hostfile's slots say how many GPUs each host uses")
@@ -165,6 +169,7 @@ def train(
     output = sys.stderr if as_json else None
 
     def command(ranks: int, on: Hosts, further: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+        os.environ[VARIABLE] = str(began.pop() if began else time.time())  # of a restart: its own
         return launcher_command(config, (*overrides, *further), ranks, on, folder.path)
 
     supervisor = Supervisor(

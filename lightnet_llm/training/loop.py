@@ -14,14 +14,14 @@ from lightnet_data.errors import DataError
 
 from ..config.run import RunConfig
 from ..errors import UserError
-from ..models.parameters import spec_of
+from ..launch import times
 from ..parallel.agreement import Agreement
 from ..parallel.layout import Groups, prepare_backend
 from ..parallel.legality import legal_layout
 from . import data, evaluation, out_of_memory, time_budget, watchdog
 from .bad_steps import Verdict, pick_suspects
 from .engine import Engine, build_engine
-from .metrics import MetricsWriter, flops_per_token, memory_bytes, peak_flops
+from .metrics import MetricsWriter, flops_per_token, memory_bytes, parameters_here, peak_flops
 from .profiling import Trace
 from .progress import Progress
 from .resume import resume
@@ -45,7 +45,7 @@ class Trainer:
         progress: Progress,
     ):
         self.config, self.folder, self.groups, self.ranks, self.device = config, folder, groups, ranks, device
-        self.start, self.state = start, start.state
+        self.start, self.state, self.first = start, start.state, start.state.step
         self.budget = budget_of(config, groups.layout.data)
         self.engine: Engine = build_engine(config, groups, device, start.weights, start.stages)
         self.engine.progress = self.progress = progress
@@ -78,7 +78,8 @@ class Trainer:
         end = min(budget.steps, config.train.stop_at_step or budget.steps)
         self.ranks.on_rank_zero(self._open_metrics)
         batches = data.training_batches(config, budget, self.data_rank, self.groups.layout.data, state.step)
-        parameters, saved = self._count(), state.step
+        counts = self.groups.place["tensor"] == 0 and self.speaks
+        parameters, saved = self.ranks.sum(parameters_here(self.engine.module) if counts else 0), state.step
         due: list[int] = []  # steps whose save is to be made
         recorded = config.logging.profile_steps if self.speaks else 0
         trace = Trace(self.folder.path / "profile", self.ranks.rank, recorded, state.step, end)
@@ -91,6 +92,8 @@ class Trainer:
             rate = self.engine.set_rate(config.rate_scale * factor)
             self.engine.measure_groups = self._due(step + 1, config.logging.groups_interval)
             loss = self._step(batches, step, batch)
+            if step == self.first:
+                times.current.mark("first_step")
             first = state.samples
             state.step, state.samples = step + 1, state.samples + batch
             state.tokens += batch * config.data.sequence_length
@@ -194,15 +197,6 @@ class Trainer:
     def _due(step: int, interval: int) -> bool:
         return interval > 0 and step % interval == 0
 
-    def _count(self) -> int:
-        """Parameters of the whole model, padding not counted."""
-        local = sum(
-            torch.Size(spec_of(p).shape).numel()
-            for p in self.engine.module.parameters()
-            if not getattr(p, "ds_pipe_replicated", False)
-        )
-        return self.ranks.sum(local if self.groups.place["tensor"] == 0 and self.speaks else 0)
-
     def _report(self, loss: float, rate: float, first: int, tokens: int, seconds: float, parameters: int) -> None:
         norm = self.engine.gradient_norm()
         groups = self.engine.group_norms
@@ -281,7 +275,9 @@ def run(config: RunConfig, launched: bool = False) -> int:
     started = ranks.on_rank_zero(lambda: time.strftime("%Y%m%d-%H%M%S"))
     watch = watchdog.Watchdog(config.watchdog, folder.path / "hangs" / started, ranks.rank, layout.world)
     watchdog.current = watch
+    times.current.mark("checks")
     trainer = Trainer(config, folder, groups, ranks, device, start, watch.progress)
+    times.current.mark("engine")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: setattr(trainer, "interrupted", True))
     try:

@@ -13,10 +13,12 @@ import warnings
 from typing import NoReturn
 
 from ..imports import uncollected, without_compiler
+from ..launch import times
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, train, and turn what goes wrong into one line. Returns the exit code, see :mod:`.failures`."""
+    times.begin()
     parser = argparse.ArgumentParser(prog="launch/train.py", description="One rank of a LightNet training run.")
     parser.add_argument("--config", required=True, help="YAML file or preset name")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the launcher")
@@ -56,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
             from .loop import run
 
             gc.freeze()  # nor to look through them later, at DeepSpeed's start or at this process's end
+        times.current.mark("imports")
 
         step = run(config, given.launched)
     except (UserError, DataError) as error:

@@ -18,6 +18,8 @@ import torch
 
 from ..config.model import ModelConfig
 from ..errors import UserError
+from ..launch import times
+from ..models.parameters import spec_of
 
 # Peak dense bf16 rates in FLOP/s, from the vendors' data sheets.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "4090": 165e12}
@@ -36,6 +38,12 @@ def flops_per_token(config: ModelConfig, parameters: int) -> float:
     width = config.head_width
     scan = config.heads * 2 * (SCAN_CHUNK * width * (doubled + 1) / 2 + 2 * doubled * width * width)
     return 6.0 * products + 3.0 * config.layers * scan + 3.0 * 2 * elementwise
+
+
+def parameters_here(module: torch.nn.Module) -> int:
+    """Parameters that this rank holds, counted as the whole model's tensors without padding."""
+    here = (p for p in module.parameters() if not getattr(p, "ds_pipe_replicated", False))
+    return sum(torch.Size(spec_of(p).shape).numel() for p in here)
 
 
 def peak_flops() -> float | None:
@@ -111,7 +119,8 @@ class MetricsWriter:
         partial.replace(self.path)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """One line; numbers also go to TensorBoard under the same names."""
+        """One line; numbers also go to TensorBoard under the same names. The first one also says what the launch took."""
+        values = {**values, **times.current.taken()}
         self._line({"step": step, "time": round(time.time(), 3), **values})
         try:
             for name, value in _numbers(values):

@@ -196,6 +196,12 @@ def test_the_launcher_starts_a_killed_run_again(ranks: Ranks, tiny: Path, tmp_pa
         "restarted",
         "finished",
     ]
+    launches = [row["launch_seconds"] for row in rows if "launch_seconds" in row]
+    assert len(launches) == 2
+    for one in launches:  # the restart's from the restart on
+        parts = [one[name] for name in ("processes", "imports", "checks", "engine", "first_step")]
+        assert len(one) == 6 and min(parts) >= 0 and one["processes"] > 0.1
+        assert sum(parts) < 60 and one["total"] == pytest.approx(sum(parts))
     (failed,) = [row for row in rows if row.get("event") == "failed"]
     assert "lost rank 1 (host " in failed["cause"] and not (tmp_path / "run" / "failures").exists()
 
