@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,10 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a script's `make test &`: programs under test would inherit deafness
 
 
 class Ranks:
