@@ -147,7 +147,7 @@ def start(smoke: bool, seconds: float) -> dict[str, Any]:
             folder / "data", {**head, "tokenizer": {"vocab_size": 256, "eod_id": 0}, "splits": {"train": split}}
         )
         caches = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "TORCH_EXTENSIONS_DIR")
-        environment = {**os.environ, **{name: str(folder / name) for name in caches}}
+        environment = {**os.environ, **{name: str(folder / name) for name in caches}, "CUDA_CACHE_DISABLE": "1"}
         command = [
             sys.executable, "-m", "lightnet_llm.cli", "train", CASES["379m"].preset, *given, f"data.path={folder / 'data'}",
             "train.steps=2", "train.tokens=null", "schedule.warmup_steps=1", f"train.output={folder / 'runs'}",

@@ -16,6 +16,13 @@ from .recording import python_looks
 MAX_WIDTH = 128
 
 
+def check_tensors(name: str, **given: Any) -> None:
+    """Each is a tensor or None."""
+    for argument, x in given.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise ValueError(f"{name}: {argument} is of type {type(x).__name__}; pass a tensor")
+
+
 def check_scan_arguments(
     query: Tensor,
     key: Tensor,
@@ -50,6 +57,10 @@ def check_scan_arguments(
         raise ValueError(f"additive_scan: decay shape {tuple(decay.shape)} differs from key's {tuple(key.shape)}")
     if theta is not None and theta.shape != (heads, width):
         raise ValueError(f"additive_scan: theta has shape {tuple(theta.shape)}; expected [H, D] = [{heads}, {width}]")
+    if theta is not None and not theta.is_floating_point():
+        raise ValueError(
+            f"additive_scan: theta has dtype {theta.dtype}; pass floating-point angles, in radians a token"
+        )
     check_mask("additive_scan", key_mask, query)
     if coordinates is not None:
         _check_coordinates(coordinates, query, causal)

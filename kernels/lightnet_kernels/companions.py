@@ -10,6 +10,8 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import re
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,15 +24,55 @@ from .compiling import constant_result
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+TRITON = (3, 6)  # and later; 3.6 ran on cards, of 3.7 to 3.9 interpreter and compiler were tried
+
+
+@functools.cache
+def _triton_version() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        return str(importlib.import_module("triton").__version__)
+    except (ImportError, AttributeError):
+        return "that does not import"
+
+
 @functools.cache
 def kernels(module: str) -> Any:
     """A module of Triton kernels or None, imported on first use: Triton is not a core dependency."""
-    if importlib.util.find_spec("triton") is None:
+    if (_numbers(_triton_version()) or (0,)) < TRITON:
         return None
     try:
         return importlib.import_module(f".{module}", __package__)
     except (ImportError, AttributeError):  # a Triton that this code does not know
         return None
+
+
+def _numbers(version: str | None) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    return tuple(map(int, found.groups())) if found else ()
+
+
+@constant_result
+def without_triton() -> str:
+    """What `backend` "triton" does not take where `kernels` are None, for messages."""
+    version = _triton_version()
+    wanted = "machines without triton " + ".".join(map(str, TRITON)) + " or later"
+    return wanted if version is None else f"{wanted} (triton {version} is installed)"
+
+
+@functools.cache
+def _say_once(name: str, reason: str) -> None:
+    warnings.warn(
+        f"{name}: Triton kernels do not take {reason}; PyTorch serves this call, slower (backend='torch' says that it is meant)",
+        stacklevel=2,
+    )
+
+
+@constant_result
+def fallen_back(name: str, reason: str) -> None:
+    """Warn, once for each reason, that "auto" is not Triton on a GPU."""
+    _say_once(name, reason)
 
 
 def choose_triton(name: str, backend: str, module: str, *tensors: Tensor | None, limit: str | None = None) -> bool:
@@ -55,6 +97,8 @@ def choose_triton(name: str, backend: str, module: str, *tensors: Tensor | None,
         raise ValueError(
             f"{name}: backend 'triton' does not take {reason}; use backend='auto', which falls back to 'torch' there"
         )
+    if reason:
+        fallen_back(name, reason)
     return reason is None
 
 
@@ -73,7 +117,7 @@ def unsupported_device(module: str, kind: str, index: int | None) -> str | None:
     """Why a module of Triton kernels does not run on such a device, or None."""
     found = kernels(module)
     if found is None:
-        return "machines without triton 3.6"
+        return without_triton()
     if kind == "cpu":
         return None if found.triton.knobs.runtime.interpret else "tensors on a CPU (except under TRITON_INTERPRET=1)"
     if kind != "cuda" or torch.version.hip is not None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_backend
-from .companions import kernels
+from .companions import fallen_back, kernels, without_triton
 from .lrpe import double, move_origin, rotation
 from .state import ScanState, ToeplitzState, scale_between
 
@@ -206,11 +206,13 @@ def _choose_backend(name: str, backend: str, x: Tensor, float64: bool) -> str:
         return "torch"
     triton = kernels("triton_decode")
     if triton is None:
-        reason: Any = "machines without triton 3.6"
+        reason: Any = without_triton()
     else:
         reason = "a float64 state" if float64 else triton.unsupported(x)
     if backend == "triton" and reason:
         raise ValueError(f"{name}: backend 'triton' does not take {reason}; use backend='auto'")
+    if reason:
+        fallen_back(name, reason)
     return "torch" if reason else "triton"
 
 

@@ -15,8 +15,9 @@ from .checks import (
     check_exchange,
     check_scan_arguments,
     check_state_tensors,
+    check_tensors,
 )
-from .companions import kernels
+from .companions import fallen_back, kernels, without_triton
 from .compiling import constant_result, uncompiled
 from .state import ScanState, identity_state, merge_states
 
@@ -80,11 +81,12 @@ def choose_backend(backend: str, query: Tensor, **request: Any) -> str:
     if backend == "auto":
         if query.device.type != "cuda" or query.shape[1] == 1:
             return "torch"
-        triton = _triton()
-        return "torch" if triton is None or _unsupported(triton, query, request) else "triton"
+        reason = _unsupported(query, request)
+        if reason:
+            fallen_back("additive_scan", reason)
+        return "torch" if reason else "triton"
     if backend == "triton":
-        triton = _triton()
-        reason = "machines without triton 3.6" if triton is None else _unsupported(triton, query, request)
+        reason = _unsupported(query, request)
         if reason:
             raise ValueError(
                 f"additive_scan: backend 'triton' does not take {reason}; use backend='auto', which falls back to "
@@ -93,7 +95,10 @@ def choose_backend(backend: str, query: Tensor, **request: Any) -> str:
     return backend
 
 
-def _unsupported(triton: Any, query: Tensor, request: dict[str, Any]) -> str | None:
+def _unsupported(query: Tensor, request: dict[str, Any]) -> str | None:
+    triton = _triton()
+    if triton is None:
+        return without_triton()
     reason: str | None = (triton if request["causal"] else triton.bidirectional).unsupported(query, **request)
     return reason
 
@@ -150,6 +155,10 @@ def additive_scan(
     Raises ValueError for arguments that do not fit, naming the argument and the entry.
     """
     given = query, key, value
+    check_tensors(
+        "additive_scan", query=query, key=key, value=value, theta=theta, coordinates=coordinates, decay=decay,
+        cu_seqlens=cu_seqlens, key_mask=key_mask,
+    )  # fmt: skip
     if key is None and value is None and query.ndim == 5 and query.shape[3] == 3:
         query, key, value = query.unbind(3)
     elif key is None or value is None:
@@ -333,6 +342,8 @@ def _check_state(
 ) -> None:
     if state is None:
         return
+    if not isinstance(state, ScanState):
+        raise ValueError(f"additive_scan: {where} is of type {type(state).__name__}; pass a ScanState")
     heads, width = query.shape[2:]
     rows = width if theta is None else 2 * width
     check_state_tensors(

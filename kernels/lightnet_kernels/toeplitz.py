@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import toeplitz_reference, toeplitz_torch
 from .checks import check_backend, check_cu_seqlens, check_exchange, check_mask, check_state_tensors
-from .companions import kernels
+from .companions import fallen_back, kernels, without_triton
 from .state import ToeplitzState, merge_toeplitz_states
 
 
@@ -45,7 +45,7 @@ def _choose_backend(backend: str, x: Tensor, decay: Tensor, key_mask: Tensor | N
     if backend not in ("auto", "triton"):
         return backend
     triton = kernels("triton_toeplitz")
-    reason = "machines without triton 3.6" if triton is None else triton.unsupported(x, decay, key_mask)
+    reason = without_triton() if triton is None else triton.unsupported(x, decay, key_mask)
     if reason is None:
         return "triton"
     if backend == "triton":
@@ -53,6 +53,7 @@ def _choose_backend(backend: str, x: Tensor, decay: Tensor, key_mask: Tensor | N
             f"toeplitz_scan: backend 'triton' does not take {reason}; use backend='auto', which falls back to 'torch' "
             "there"
         )
+    fallen_back("toeplitz_scan", reason)
     return "torch"
 
 

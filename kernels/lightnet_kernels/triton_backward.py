@@ -130,7 +130,7 @@ def query_grads_of(
         store_rows(later_ptr, step, sln, col, present, later, D, DH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def query_grads(
     q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, x_ptr, later_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr,
     mass_ptr, flag_ptr, pressure_ptr, torque_ptr, total,
@@ -313,7 +313,7 @@ def key_grads_of(
         store_rows(dk_ptr, step, sen, col, present, grad, D, DH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def key_grads(
     q_ptr, k_ptr, v_ptr, g_ptr, dk_ptr, x_ptr, later_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr,
     mass_ptr, flag_ptr, pressure_ptr, torque_ptr, total,
@@ -403,7 +403,7 @@ def value_grads_of(
     store_rows(dv_ptr, step, sen, vcol, present, out, V, VP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def value_grads(
     q_ptr, k_ptr, g_ptr, dv_ptr, x_ptr, blocks_ptr, cos_ptr, sin_ptr, grad_ptr, enter_ptr, leave_ptr, mass_ptr, flag_ptr,
     total,

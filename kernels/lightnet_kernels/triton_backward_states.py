@@ -221,7 +221,7 @@ def scan_pressure(
         store_vector(initial_ptr + state, col, total, D, DP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def sum_rows(x_ptr, total_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """x [rows, columns] summed over rows. One program COLUMNS of them."""
     step, col = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

@@ -40,7 +40,7 @@ def row_statistics(
     tl.store(target_ptr + row, target)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gradient_in_place(
     logits_ptr, labels_ptr, lse_ptr, grad_ptr, stride, start, valid, rows, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -192,7 +192,7 @@ def read_state(
             tl.store(length_ptr + batch, tl.load(length_ptr + batch) + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def toeplitz_token(
     hidden_ptr, length_ptr, x_ptr, decay_ptr, gain_ptr, y_ptr, stride_b, stride_d, batch, d,
     E: tl.constexpr, EP: tl.constexpr, BD: tl.constexpr, NB: tl.constexpr,

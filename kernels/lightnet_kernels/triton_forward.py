@@ -89,7 +89,7 @@ def fill_angles(
     tl.store(turn_ptr + at + D, sin.to(tl.float32), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["piece", "sequences"])
 def fill_moves(
     theta_ptr, lengths_ptr, moves_ptr, piece, sequences, heads, D: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
@@ -316,7 +316,7 @@ def outputs_of(
     store_rows(o_ptr, step, son, vcol, present, out, V, VP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def outputs(
     q_ptr, k_ptr, v_ptr, o_ptr, blocks_ptr, tri_ptr, cos_ptr, sin_ptr, kv_ptr, enter_ptr, mass_ptr, flag_ptr,
     total,

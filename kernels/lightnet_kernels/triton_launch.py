@@ -136,12 +136,13 @@ def _start(
 def _starter(compiled: Any) -> Callable[..., None]:
     """A compiled kernel's launcher: (grid, stream, values, constants)."""
     launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1):
+    scratch = getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1)
+    if scratch or hasattr(launcher, "arg_annotations"):  # since Triton 3.7: what lies below takes other arguments there
 
-        def scratch(grid: Any, stream: int, values: Any, rest: Any) -> None:
+        def whole(grid: Any, stream: int, values: Any, rest: Any) -> None:
             launcher(*grid, stream, function, metadata, None, None, None, *values, *rest)
 
-        return scratch
+        return whole
     start, cooperative, dependent = launcher.launch, launcher.launch_cooperative_grid, launcher.launch_pdl
 
     def plain(grid: Any, stream: int, values: Any, rest: Any) -> None:

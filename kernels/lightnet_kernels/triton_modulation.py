@@ -22,7 +22,7 @@ FORWARD, BACKWARD = 660, 528  # programs that share the tokens: five and four fo
 PARTS, COLUMNS = 32, 64  # tile of the kernels that sum parts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def modulate_forward(
     x_ptr, branch_ptr, gate_ptr, shift_ptr, scale_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, root_ptr, tokens, eps,
     gate_b, shift_b, scale_b, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, LAYER: tl.constexpr,
@@ -60,7 +60,7 @@ def modulate_forward(
             tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=present)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def modulate_backward(
     x_ptr, branch_ptr, gate_ptr, scale_ptr, weight_ptr, root_ptr, grad_ptr, grad_sum_ptr, grad_x_ptr, grad_branch_ptr,
     sums_ptr, tokens, gate_b, scale_b, plane, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
@@ -120,7 +120,7 @@ def modulate_backward(
         tl.store(part, tl.sum(gate_sum, 0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def sum_programs(
     sums_ptr, scale_ptr, weight_ptr, bias_ptr, grad_shift_ptr, grad_scale_ptr, grad_gate_ptr, parts_ptr, programs, scale_b,
     plane, WIDTH: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -158,7 +158,7 @@ def sum_programs(
         tl.store(grad_gate_ptr + out, tl.sum(third, 0).to(grad_gate_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["samples"])
 def sum_samples(
     parts_ptr, grad_weight_ptr, grad_bias_ptr, samples, WIDTH: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
     BIAS: tl.constexpr,

@@ -32,7 +32,7 @@ def at(ptr, token, group, col, stride_t, stride_g, stride_w, WIDTH: tl.constexpr
     return ptr + (token * stride_t + group * step)[:, None] + (col * stride_w)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_forward(
     x_ptr, residual_ptr, gate_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, scale_ptr, rows, eps,
     x_t, x_g, x_w, residual_t, residual_g, residual_w, gate_t, gate_g, gate_w,
@@ -68,7 +68,7 @@ def norm_forward(
     tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=present)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def norm_backward(
     x_ptr, gate_ptr, weight_ptr, bias_ptr, scale_ptr, grad_ptr, grad_sum_ptr, grad_x_ptr, grad_gate_ptr,
     grad_weight_ptr, grad_bias_ptr, tokens, x_t, x_g, x_w, gate_t, gate_g, gate_w, grad_t, grad_g, grad_w,

@@ -24,7 +24,7 @@ from . import triton_span_sums as span_kernels
 from . import triton_units as unit_kernels
 from .compiling import constant_result
 from .state import ScanState
-from .triton_launch import launch
+from .triton_launch import launch, only_compiled
 from .triton_parts import BLOCK
 from .triton_shape import STRETCHES, UNITS, Shape, parts, shape_of
 from .triton_tables import Tables, tables
@@ -139,16 +139,17 @@ def fill_units(
     stretch = shape.stretch(table, slices)
     stretches = parts(table.longest, stretch)
     tops = totals = None
-    if stretches > 1:
+    if stretches > 1 or only_compiled():
         tops, totals = (torch.empty(sequences, shape.heads, shape.D, STRETCHES, device=key.device) for _ in range(2))
         launch(kernels.stretch_totals, (sequences, shape.heads, slices * (stretches - 1)))(
             table.block_ranges, leave, mass, tops, totals, shape.heads, stretch, D=shape.D, SLICES=slices, MOST=STRETCHES,
             **UNITS,
         )  # fmt: skip
-    launch(kernels.scan_units, (sequences, shape.heads, slices * stretches))(
-        table.block_ranges, enter, leave, mass, flag, *initial, *final, tops, totals, shape.heads, stretch, D=shape.D,
-        SLICES=slices, MOST=STRETCHES, INITIAL=initial[0] is not None, FINAL=final[0] is not None, **UNITS,
-    )  # fmt: skip
+    for of_earlier in ((tops, totals), (None, None)) if only_compiled() else ((tops, totals),):
+        launch(kernels.scan_units, (sequences, shape.heads, slices * stretches))(
+            table.block_ranges, enter, leave, mass, flag, *initial, *final, *of_earlier, shape.heads, stretch, D=shape.D,
+            SLICES=slices, MOST=STRETCHES, INITIAL=initial[0] is not None, FINAL=final[0] is not None, **UNITS,
+        )  # fmt: skip
 
 
 def fill_angles(theta: Tensor | None, shape: Shape, angles: Angles) -> None:

@@ -114,11 +114,12 @@ def scan_pressure(
     asked: Asked, shape: Shape, table: Tables, found: Blocks, last: Tensor | None, pushed: Tensor | None
 ) -> Tensor:
     """`triton_backward_states.scan_pressure`: what comes after each block; `pushed` is written where given."""
-    pressure, arguments = torch.empty_like(found.mass), shape.rows_at_once(table)
-    launch(state_kernels.scan_pressure, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["DP"])))(
-        table.block_ranges, found.enter, found.leave, asked.own, pressure, last, pushed, shape.heads, D=shape.D,
-        FINAL=last is not None, INITIAL=pushed is not None, **arguments,
-    )  # fmt: skip
+    pressure = torch.empty_like(found.mass)
+    for arguments in shape.rows_at_once(table):
+        launch(state_kernels.scan_pressure, (table.lengths.shape[0], shape.heads, parts(shape.D, arguments["DP"])))(
+            table.block_ranges, found.enter, found.leave, asked.own, pressure, last, pushed, shape.heads, D=shape.D,
+            FINAL=last is not None, INITIAL=pushed is not None, **arguments,
+        )  # fmt: skip
     return pressure
 
 

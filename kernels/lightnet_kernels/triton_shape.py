@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import cuda_chains
+from .triton_launch import only_compiled
 from .triton_parts import BLOCK
 from .triton_tables import Tables
 
@@ -98,11 +99,12 @@ class Shape(NamedTuple):
         blocks = table.blocks.shape[0]
         return ((blocks, self.heads), 0), ((parts(blocks * self.heads, EXACT), 1), EXACT)
 
-    def rows_at_once(self, table: Tables) -> dict[str, int]:
-        """Blocks and features that a program of a scan over a sequence's pressures takes at once, and its warps."""
+    def rows_at_once(self, table: Tables) -> list[dict[str, int]]:
+        """Blocks and features that a program of a scan over a sequence's pressures takes at once, and its warps; where kernels
+        are only compiled, those of any number of blocks."""
         blocks = table.blocks.shape[0] / max(1, table.lengths.shape[0])
-        rows, lanes, warps = next(value for most, value in ROWS.items() if blocks <= most)
-        return {"ROWS": rows, "DP": lanes, "num_warps": warps}
+        every = [*ROWS.values()] if only_compiled() else [next(value for most, value in ROWS.items() if blocks <= most)]
+        return [{"ROWS": rows, "DP": lanes, "num_warps": warps} for rows, lanes, warps in every]
 
     def stretch(self, table: Tables, slices: int) -> int:
         """Blocks of a sequence that one program of units looks at: many sequences fill the card whole."""

@@ -22,7 +22,7 @@ def tile_of(rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     return row[:, None], col[None, :], (row < rows)[:, None] & (col < width)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def swiglu_forward(
     gate_ptr, up_ptr, y_ptr, rows, width, gate_t, gate_w, up_t, up_w, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -33,7 +33,7 @@ def swiglu_forward(
     tl.store(y_ptr + row * width + col, y.to(y_ptr.dtype.element_ty), mask=present)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def swiglu_backward(
     gate_ptr, up_ptr, grad_ptr, grad_gate_ptr, grad_up_ptr, rows, width, gate_t, gate_w, up_t, up_w, grad_t, grad_w,
     grad_gate_t, grad_up_t, ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -21,7 +21,7 @@ LAGS, COLUMNS = 4, 32  # of a program of `tap_grads`
 PROGRAMS = 1056  # that share the lines: eight for each of an H100's multiprocessors
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["outer", "inner"])
 def convolve(
     x_ptr, base_ptr, taps_ptr, y_ptr, x_b, base_b, y_b, outer, inner, width,
     N: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr, BACK: tl.constexpr, AHEAD: tl.constexpr,
@@ -49,7 +49,7 @@ def convolve(
     tl.store(y_ptr + sample * y_b + here, total.to(y_ptr.dtype.element_ty), mask=(place < N) & inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines", "outer", "inner"])
 def tap_grads(
     x_ptr, grad_ptr, parts_ptr, x_b, grad_b, lines, outer, inner, width,
     N: tl.constexpr, PADDED: tl.constexpr, LAGS: tl.constexpr, COLUMNS: tl.constexpr, BOTH: tl.constexpr,

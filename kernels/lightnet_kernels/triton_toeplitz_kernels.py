@@ -28,7 +28,7 @@ def power(n, log_decay):
     return tl.where(n > 0, raised, tl.where(n == 0, 1.0, 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def pack_channels(
     x_ptr, packed_ptr, table_ptr, stride_b, stride_n, rows, d,
     REVERSE: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
@@ -47,7 +47,7 @@ def pack_channels(
     tl.store(to, tl.trans(x), mask=inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def unpack_channels(
     packed_ptr, x_ptr, table_ptr, stride_b, stride_n, rows, d,
     REVERSE: tl.constexpr, C: tl.constexpr, BD: tl.constexpr,
@@ -123,7 +123,7 @@ def received(
     return held
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def scan_channels(
     x_ptr, y_ptr, table_ptr, log_decay_ptr, full_ptr, gain_ptr, taps_ptr, initial_ptr, carry_ptr, last_ptr, rows, d,
     OUTPUT: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, CENTRE: tl.constexpr,
@@ -184,7 +184,7 @@ def passed_on(
     return passed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def scan_input_grads(
     dy_ptr, dx_ptr, table_ptr, log_decay_ptr, full_ptr, gain_ptr, taps_ptr, dlast_ptr, dinitial_ptr, rows, d,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, CENTRE: tl.constexpr,
@@ -227,7 +227,7 @@ def scan_input_grads(
             tl.store(dinitial_ptr + state, first, mask=opens[:, None] & (e < E)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def scan_parameter_grads(
     x_ptr, dy_ptr, table_ptr, log_decay_ptr, full_ptr, gain_ptr, initial_ptr, carry_ptr, dlast_ptr, ddecay_ptr,
     dgain_ptr, rows, d, INITIAL: tl.constexpr, FINAL: tl.constexpr,
@@ -277,7 +277,7 @@ def scan_parameter_grads(
     tl.store(dgain_ptr + channel * E + e, dgain, mask=e < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def toeplitz_grads(
     x_ptr, dy_ptr, dtoeplitz_ptr, rows, C: tl.constexpr, M: tl.constexpr, PREC: tl.constexpr
 ):  # fmt: skip

@@ -41,7 +41,7 @@ def joined_mass(top, total, peak, added):
     return new, total * fade(top, new) + added * fade(peak, new)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stretch"])
 def stretch_totals(
     sequences_ptr, peak_ptr, sum_ptr, tops_ptr, totals_ptr, H, stretch,
     D: tl.constexpr, DP: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr,
@@ -67,7 +67,7 @@ def stretch_totals(
     tl.store(totals_ptr + at, total, mask=col < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stretch"])
 def scan_units(
     sequences_ptr, enter_ptr, leave_ptr, mass_ptr, flag_ptr, max0_ptr, sum0_ptr, max_ptr, sum_ptr, tops_ptr, totals_ptr,
     H, stretch,

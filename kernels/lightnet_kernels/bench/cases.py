@@ -83,6 +83,7 @@ COST_SPREAD_AIM = 0.05
 FIGURE_CASES = [
     ScanCase("figure1", 256, 256, width=72, causal=False),
     ScanCase("figure1-lrpe", 256, 256, width=72, causal=False, lrpe=True),
+    ScanCase("figure1-128", 256, 256, width=128, causal=False),  # whose causal passes are by CUDA C++, too
 ]
 FIGURE_TOKENS = 2**16
 FIGURE_LENGTHS = [2**n for n in range(8, 17)]

@@ -1,4 +1,4 @@
-"""The first call at a new shape with an empty Triton cache: `python -m lightnet_kernels.bench.first_call REQUEST`.
+"""The first call at a new shape with empty caches of kernels: `python -m lightnet_kernels.bench.first_call REQUEST`.
 
 In a process of its own with a cache folder of its own. Timed from the call to the end of its work on the device;
 starting Python, importing, opening the device and making the inputs are not counted.
@@ -37,7 +37,10 @@ def run_first_calls(context: Context) -> dict[str, Any]:
         for kind in ("forward", "forward+backward"):
             with tempfile.TemporaryDirectory() as folder:
                 request = {"case": packed(case), "kind": kind, "device": str(context.device), "backend": backend}
-                result = run_child("first_call", request, LIMIT, {"TRITON_CACHE_DIR": folder})
+                # NVRTC keeps what it compiled, too, beside the driver's own (since CUDA 12.9).
+                result = run_child(
+                    "first_call", request, LIMIT, {"TRITON_CACHE_DIR": folder, "CUDA_CACHE_DISABLE": "1"}
+                )
             seconds = result.get("first_call_s")
             what = f"first call, {case.name}, {kind}"
             bar = FIRST_CALL_BAR if context.clock.on_gpu else None

@@ -268,6 +268,10 @@ def kept_plots(path: Path) -> list[Path]:
     """
     try:
         return plots(json.loads(path.read_text()), path)
+    except OSError as error:
+        raise ValueError(
+            f"--plot {path}: {error.strerror}; name a result of this command, such as benchmarks/kernels-*.json"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(
             f"--plot {path}: is no result of this command ({error!r}); name one that it has written"

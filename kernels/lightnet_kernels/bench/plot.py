@@ -20,7 +20,7 @@ def draw(report: dict[str, Any], path: Path) -> list[Path]:
 
 
 def _lengths(row: dict[str, Any], report: dict[str, Any]) -> Any:
-    """Milliseconds a call over N, the peers beside, and the floor of this op's bytes."""
+    """Milliseconds a call over N, the peers beside, and the floor."""
     title = f"causal scan, {row['tokens_a_call']:,} tokens a call, H{row['heads']} D{row['width']}, bf16"
     figure, axes = _axes(["forward", "forward_backward"], f"{title}{', LRPE' if row['lrpe'] else ''}", report)
     for axis, kind in zip(axes, ("forward", "forward_backward"), strict=True):
@@ -28,7 +28,17 @@ def _lengths(row: dict[str, Any], report: dict[str, Any]) -> Any:
         peers = sorted({name for point in row["points"] for name in point.get("peers", {})})
         for name in peers:
             _line(axis, row["points"], lambda p, name=name, kind=kind: p["peers"][name][kind]["ms"], name, "--")
+        _floor(axis, row, report, kind)
     return figure, axes
+
+
+def _floor(axis: Any, row: dict[str, Any], report: dict[str, Any], kind: str) -> None:
+    """Every tensor of one scan read or written once at the copy rate of the same run: 4 forward, 11 with backward, bf16."""
+    rate = report.get("ceilings", {}).get("copy_tb_s")
+    if rate:
+        tensors = 4 if kind == "forward" else 11
+        floor = 2 * tensors * row["tokens_a_call"] * row["heads"] * row["width"] / rate / 1e9
+        axis.axhline(floor, color="gray", linestyle=":", label="each tensor once at the copy rate")
 
 
 def _figure(row: dict[str, Any], report: dict[str, Any]) -> Any:
@@ -39,6 +49,7 @@ def _figure(row: dict[str, Any], report: dict[str, Any]) -> Any:
             _line(axis, row["points"], lambda p, name=name, kind=kind: p[name][kind]["ms"], label)
         for name in sorted({name for point in row["points"] for name in point.get("peers", {})}):
             _line(axis, row["points"], lambda p, name=name, kind=kind: p["peers"][name][kind]["ms"], name, "--")
+        _floor(axis, row, report, kind)
     return figure, axes
 
 
