@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from . import reference, torch_scan
+from . import reference, torch_ops, torch_scan
 from .checks import (
     check_backend,
     check_cu_seqlens,
@@ -196,7 +196,7 @@ def additive_scan(
                 activation=activation == "silu",
                 theta=theta,
                 coordinates=coordinates,
-                cu_seqlens=check_cu_seqlens("additive_scan", cu_seqlens, query.shape[0], query.shape[1]),
+                cu_seqlens=cu_seqlens,  # checked inside, as below
                 key_mask=None if key_mask is None else key_mask.to(query.device),
                 combine=None if alone else whole,
             )
@@ -215,7 +215,12 @@ def additive_scan(
         )
         return (output, state) if return_state else output
 
-    bounds = check_cu_seqlens("additive_scan", cu_seqlens, query.shape[0], query.shape[1])
+    module: Any = _BACKENDS[name]
+    bounds: Any = cu_seqlens
+    if name == "torch" and torch.compiler.is_compiling():
+        module = torch_ops  # which checks cu_seqlens inside
+    else:
+        bounds = check_cu_seqlens("additive_scan", cu_seqlens, query.shape[0], query.shape[1])
     floats = [x for x in (query, key, value, decay) if x is not None]
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in floats) else torch.float32
     state_dtype = dtype
@@ -236,7 +241,6 @@ def additive_scan(
     if coordinates is not None:
         coordinates = coordinates.to(query.device)
     operands = (query.to(dtype), key.to(dtype), value.to(dtype))
-    module = _BACKENDS[name]
     with torch.autocast(device_type=query.device.type, enabled=False):
         if causal:
             if exchange is not None:

@@ -55,10 +55,8 @@ def causal_scan(
     need_state: bool = True,
 ) -> tuple[Tensor | None, ScanState | None]:
     """See `scan.additive_scan`; inputs are in the computing dtype. What is not needed may be None."""
-    # Training goes through the chunks, so that every parameter is part of the graph (theta is not, in one step).
-    trains_theta = theta is not None and theta.requires_grad and torch.is_grad_enabled()
-    if key.shape[1] == 1 and cu_seqlens is None and key_mask is None and not trains_theta:
-        return _one_token(query, key, value, activation, theta, decay, initial)
+    if is_one_step(key, theta, cu_seqlens, key_mask):
+        return one_token(query, key, value, activation, theta, decay, initial)
     layout = chunk_layout(key.shape[0], key.shape[1], cu_seqlens, key_mask, key.device)
     mass = layout.pack_heads(key if decay is None else decay, fill=float("-inf"))  # [chunks, H, C, D]
     gain = None if decay is None else F.silu(layout.pack_heads(key))
@@ -92,7 +90,16 @@ def causal_scan(
     return output, shift_state(final, layout.tokens_in_last_chunk(), theta)
 
 
-def _one_token(
+def is_one_step(
+    key: Tensor, theta: Tensor | None, cu_seqlens: list[int] | Tensor | None, key_mask: Tensor | None
+) -> bool:
+    """Whether a call is `one_token`."""
+    # Training goes through the chunks, so that every parameter is part of the graph (theta is not, in one step).
+    trains_theta = theta is not None and theta.requires_grad and torch.is_grad_enabled()
+    return key.shape[1] == 1 and cu_seqlens is None and key_mask is None and not trains_theta
+
+
+def one_token(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -27,21 +27,25 @@ RADIANS = tl.constexpr(6.283185307179586)  # of a turn
 Optional: TypeAlias = Tensor | None
 
 
-def sequence_lengths(key: Tensor, bounds: list[int] | None, mask: Tensor | None) -> Tensor:
-    if bounds is None:
+def sequence_lengths(key: Tensor, cu_seqlens: Tensor | None, mask: Tensor | None) -> Tensor:
+    """int64, of boundaries that are checked."""
+    if cu_seqlens is None:
         if mask is None:
             return torch.full((key.shape[0],), key.shape[1], dtype=torch.int64, device=key.device)
         return mask.sum(1)
-    edges = torch.tensor(bounds, dtype=torch.int64, device=key.device)
+    edges = cu_seqlens.to(key.device, torch.int64)
     if mask is not None:
         edges = torch.nn.functional.pad(mask[0].cumsum(0), (1, 0))[edges]
     return edges.diff()
 
 
 def token_places(
-    key: Tensor, theta: Tensor | None, coordinates: Tensor | None, bounds: list[int] | None, mask: Tensor | None
+    key: Tensor, theta: Tensor | None, coordinates: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None
 ) -> Tensor | None:
-    """int32 [1 or B, N, axes], or None where places simply count up from the sequence's first token."""
+    """int32 [1 or B, N, axes], or None where places simply count up from the sequence's first token.
+
+    Boundaries need not be checked: no place is looked up outside of the tensors, whatever they are.
+    """
     if theta is None or (coordinates is None and mask is None):
         return None
     if coordinates is not None:
@@ -49,10 +53,11 @@ def token_places(
         return grid.to(key.device, torch.int32).unsqueeze(0).contiguous()
     assert mask is not None
     earlier = mask.cumsum(1) - mask.long()  # masked tokens are not counted
-    if bounds is not None:
-        edges = torch.tensor(bounds, dtype=torch.int64, device=key.device)
-        owner = torch.repeat_interleave(edges[:-1], edges.diff(), output_size=bounds[-1])
-        earlier = earlier - earlier[:, owner]
+    if cu_seqlens is not None:
+        edges = cu_seqlens.to(key.device, torch.int64)
+        token = torch.arange(key.shape[1], device=key.device)
+        first = edges[torch.searchsorted(edges, token, right=True) - 1].clamp(0, max(key.shape[1] - 1, 0))
+        earlier = earlier - earlier[:, first]
     return earlier.int().unsqueeze(2).contiguous()
 
 

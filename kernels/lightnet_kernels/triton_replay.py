@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from .checks import check_cu_seqlens
 from .companions import on_device
 from .recording import Tape, active, on_tape
 
@@ -24,6 +25,24 @@ RECORDINGS = 512  # layouts remembered; packed documents bring new ones with eve
 
 _recordings: OrderedDict[Any, Any] = OrderedDict()
 _layouts: set[Any] = set()  # met so far, but for bounds of segments
+
+
+def by_bounds(name: str, run: Callable[..., Any], at: int, like: int = 0) -> Callable[..., Any]:
+    """An operator's function whose argument `at` is cu_seqlens, from one that takes the boundaries as a list.
+
+    They are checked inside, where torch.compile does not look: free where cu_seqlens is on the CPU or was met in the call
+    before, else the one thing that waits for the device.
+
+    Args:
+        name: the public function, for messages.
+        like: place of a tensor [B, N, ..].
+    """
+
+    def call(*arguments: Any) -> Any:
+        bounds = check_cu_seqlens(name, arguments[at], *arguments[like].shape[:2])
+        return run(*arguments[:at], bounds, *arguments[at + 1 :])
+
+    return call
 
 
 def replayed(
