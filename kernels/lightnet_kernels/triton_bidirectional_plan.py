@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .compiling import constant_result
 from .triton_launch import launch
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -23,6 +24,8 @@ SLOTS = 264  # programs that an H100 runs at once, two on each of 132 multiproce
 NARROW = 64
 REST = 64  # the least tile beside the first
 HELD = 13000  # float32 values of a state that one program can hold beside its tiles
+SHARED = 232448  # bytes of shared memory that a block of threads may have on sm_90, for which kernels are laid out
+VECTORS = 2048  # bytes of it, at most, for maxima, angles and places
 RADIANS = tl.constexpr(6.283185307179586)  # of a turn
 Optional: TypeAlias = Tensor | None
 
@@ -162,6 +165,29 @@ def _tiles(width: int) -> tuple[int, ...]:
     return (64,) if width <= 64 else (64, max(REST, triton.next_power_of_2(width - 64)))
 
 
+@constant_result
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block of threads may have; under the interpreter as on sm_90."""
+    if device.type != "cuda":
+        return SHARED
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def _at_once(shape: Shape, features: int, values: int, memory: int) -> tuple[int, bool]:
+    """Tokens that `weight_grad_pieces` takes at once, and whether it loads dG for them each time, with so many bytes of shared
+    memory. On all cards but sm_90, which has enough, bfloat16 dG lies there twice, as it is and transposed, beside the next
+    tokens' keys and values and a tile of weights. (64 tokens without a pipeline would fit too, but spill registers.)"""
+    if shape.wide:
+        return BLOCK, True
+    state = 2 * shape.halves * features * values  # bytes
+    token = 2 * (features + values + NARROW)
+    for tokens in (BLOCK, BLOCK // 2):
+        if 2 * state + tokens * token + VECTORS <= memory:
+            return tokens, False
+    return BLOCK // 2, True
+
+
 class Where(NamedTuple):
     """What all kernels are told of one call beside its tensors."""
 
@@ -200,15 +226,17 @@ class Where(NamedTuple):
         narrow = _narrow(shape.D) if arguments.get("NF", 1) == 1 else _narrow(64)
         if name in ("read_grad_pieces", "fused_backward"):
             arguments["FN"] = narrow
+        tokens, reload = BLOCK, shape.wide
         if name == "weight_grad_pieces":
             features = narrow
+            tokens, reload = _at_once(shape, sum(features), sum(values), shared_memory(tensors[0].device))
         if name != "piece_states" and not name.startswith("fused"):
-            arguments["RELOAD"] = shape.wide
+            arguments["RELOAD"] = reload
         if name not in ("read_pieces", "weight_grad_pieces"):
             arguments["BS"] = 32 if shape.lrpe and not shape.wide else BLOCK
         operand, precision = (tl.float32, "tf32x3") if shape.wide else (tl.bfloat16, "ieee")
         return {
-            **arguments, "D": shape.D, "V": shape.V, "FW": features, "VW": values, "BT": BLOCK,
+            **arguments, "D": shape.D, "V": shape.V, "FW": features, "VW": values, "BT": tokens,
             "LRPE": shape.lrpe, "AXES": 0 if self.places is None else self.places.shape[2],
             "REST": shape.lrpe and (shape.wide or self.far),
             "MASK": self.mask is not None, "TABLE": self.plan.table is not None, "OP": operand, "PREC": precision,

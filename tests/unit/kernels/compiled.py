@@ -1,17 +1,18 @@
 """Compiles Triton kernels for a card where there is none: what the interpreter runs the compiler may refuse.
 
-    python -m tests.unit.kernels.compiled CASE...       one of CASES; prints how many kernels each compiled
+    python -m tests.unit.kernels.compiled [--card 80] CASE...   of CASES; prints how many kernels each compiled
 
 Operators are called with CPU tensors as under the interpreter, and each kernel is compiled for an H100 in place of being
-started: what they return means nothing.
+started: what they return means nothing. For another card kernels are compiled as far as shared memory is laid out. No kernel
+may take more of it than the card has.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import pkgutil
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,16 +24,23 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import JITFunction, driver
 
 BF16 = torch.bfloat16
+HOPPER = 90
+# Bytes of shared memory that a block of threads may have; sm_86 and sm_120 have what sm_89 has.
+SHARED = {80: 166912, 89: 101376, HOPPER: 232448}
 
 
 class Card:
     """What Triton asks of a driver before it compiles."""
 
+    def __init__(self, card: int):
+        self.card = card
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.card, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -41,7 +49,16 @@ class Card:
         return 0
 
 
-def no_card_needed() -> list[str]:
+class LaidOut(Exception):
+    """Instead of a kernel's machine code, which takes as long again, and of a place in Triton's cache: its bytes of shared
+    memory."""
+
+
+def only_laid_out(_backend: Any, _module: Any, metadata: dict[str, Any], *_: Any) -> str:
+    raise LaidOut(metadata["shared"])
+
+
+def no_card_needed(card: int = HOPPER) -> list[str]:
     """Compile in place of starting; names of what was compiled, as it grows."""
     assert not knobs.runtime.interpret, "not with TRITON_INTERPRET=1"
     import lightnet_kernels
@@ -49,17 +66,28 @@ def no_card_needed() -> list[str]:
     for module in pkgutil.iter_modules(lightnet_kernels.__path__):  # before the switch: kernels that are compiled
         if module.name.startswith("triton_"):
             importlib.import_module(f"lightnet_kernels.{module.name}")
-    from lightnet_kernels import triton_bidirectional_scan, triton_launch
+    from lightnet_kernels import triton_bidirectional_plan, triton_bidirectional_scan, triton_launch
 
-    driver.set_active(Card())  # type: ignore[arg-type]
+    driver.set_active(Card(card))  # type: ignore[arg-type]
+    if card != HOPPER:
+        CUDABackend.make_ptx = only_laid_out  # type: ignore[method-assign]
+    triton_bidirectional_plan.shared_memory = lambda _device: SHARED[card]  # type: ignore[assignment]
     knobs.runtime.interpret = True  # from here on operators take CPU tensors
     triton_bidirectional_scan.INTERPRETED = True
     names: list[str] = []
     run = JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        names.append(self.fn.__name__)
-        return run(self, *arguments, grid=grid, warmup=True, **options)
+        name = self.fn.__name__
+        names.append(name)
+        kernel = None
+        try:
+            kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+            shared = kernel.metadata.shared
+        except LaidOut as done:
+            shared = done.args[0]
+        assert shared <= SHARED[card], f"{name} takes {shared} bytes of shared memory, of {SHARED[card]}"
+        return kernel
 
     JITFunction.run = compile_only  # type: ignore[method-assign]
     triton_launch._local.together = triton_launch._Together(
@@ -81,9 +109,12 @@ def back(*outputs: Any) -> None:
 def scan(dtype: torch.dtype = BF16, width: int = 128, tokens: int = 200, **options: Any) -> None:
     from lightnet_kernels import additive_scan
 
-    query, key, value = (drawn(1, tokens, 2, width, dtype=dtype) for _ in range(3))
+    widths = width, width, options.pop("value_width", width)
+    query, key, value = (drawn(1, tokens, 2, each, dtype=dtype) for each in widths)
     theta = torch.rand(2, width).requires_grad_() if options.pop("lrpe", True) else None
-    back(additive_scan(query, key, value, theta=theta, activation="silu", backend="triton", **options))
+    found = additive_scan(query, key, value, theta=theta, activation="silu", backend="triton", **options)
+    output, state = found if isinstance(found, tuple) else (found, ())
+    back(output, *state)
 
 
 def spans(**options: Any) -> None:
@@ -156,13 +187,23 @@ def changes_type(x_ptr, COUNT: tl.constexpr):
     tl.store(x_ptr + at, 1.0)
 
 
-def refused() -> None:
-    changes_type[(1,)](torch.zeros(32), COUNT=4)
+@triton.jit
+def holds_much(x_ptr, y_ptr, K: tl.constexpr):
+    """Operands of one product that shared memory does not hold."""
+    row, step = tl.arange(0, 64), tl.arange(0, K)
+    x = tl.load(x_ptr + row[:, None] * K + step[None, :])
+    tl.store(y_ptr + row[:, None] * 64 + row[None, :], tl.dot(x, tl.load(x_ptr + step[:, None] * 64 + row[None, :])))
 
 
+REFUSED: dict[str, Callable[[], None]] = {
+    "changes type": lambda: changes_type[(1,)](torch.zeros(32), COUNT=4),
+    "too large": lambda: holds_much[(1,)](torch.zeros(2**16, dtype=BF16), torch.zeros(64, 64), K=1024),
+}
 CASES: dict[str, Callable[[], None]] = {
     "causal": scan,
+    "causal, 96": lambda: scan(width=96),
     "causal, float32": lambda: scan(torch.float32, 64),
+    "causal, float32, 128": lambda: scan(torch.float32),
     "causal, without LRPE": lambda: scan(lrpe=False),
     "spans": spans,
     "spans by CUDA": cuda_spans,
@@ -170,16 +211,30 @@ CASES: dict[str, Callable[[], None]] = {
     "ranks": ranks,
     "decoding": decoding,
     "bidirectional": lambda: scan(width=72, causal=False),
+    "bidirectional, 128": lambda: scan(causal=False),
+    "bidirectional, 64": lambda: scan(width=64, tokens=100, causal=False),  # in one pass
+    "bidirectional, 64 by 128": lambda: scan(width=64, value_width=128, causal=False),
+    "bidirectional, 128 by 64": lambda: scan(value_width=64, causal=False),
+    "bidirectional, coordinates": lambda: scan(causal=False, coordinates=torch.zeros(200, 2, dtype=torch.int64)),
+    "bidirectional, mask": lambda: scan(causal=False, key_mask=torch.arange(200)[None] != 3),
+    "bidirectional, segments": lambda: scan(causal=False, cu_seqlens=torch.tensor([0, 80, 200])),
+    "bidirectional, states": lambda: scan(causal=False, return_state=True),
+    "bidirectional, float32": lambda: scan(torch.float32, causal=False),
+    "bidirectional, without LRPE": lambda: scan(causal=False, lrpe=False),
     "companions": companions,
     "toeplitz": toeplitz,
 }
 
 
 def main() -> int:
-    names = no_card_needed()
-    for case in sys.argv[1:] or CASES:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--card", type=int, choices=SHARED, default=HOPPER, help="its architecture")
+    given = parser.parse_args()
+    names = no_card_needed(given.card)
+    for case in given.cases or CASES:
         before, began = len(names), time.monotonic()
-        (refused if case == "refused" else CASES[case])()
+        {**CASES, **REFUSED}[case]()
         print(f"{case}: {len(names) - before} kernels, {time.monotonic() - began:.0f} s", flush=True)
         assert len(names) > before, f"{case}: no kernel"
     return 0
