@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_backend
-from .companions import fallen_back, kernels, without_triton
+from .companions import choose_triton, kernels
 from .lrpe import double, move_origin, rotation
 from .state import ScanState, ToeplitzState, scale_between
 
 BLOCK = 64
+TABLES = ("theta", "angles", "turn")  # of a state: what no step changes
 
 
 class DecodeState(NamedTuple):
@@ -48,8 +48,7 @@ class DecodeState(NamedTuple):
 
     def clone(self) -> DecodeState:
         """A copy that shares only the tables: a fork."""
-        tables = ("theta", "angles", "turn")
-        return self._replace(**{name: getattr(self, name).clone() for name in self._fields if name not in tables})
+        return self._replace(**{name: getattr(self, name).clone() for name in self._fields if name not in TABLES})
 
 
 def decode_state(state: ScanState, theta: Tensor | None = None, dtype: torch.dtype = torch.float32) -> DecodeState:
@@ -146,7 +145,21 @@ def decode_step(
     """
     _check_step(state, query, key, value, activation)
     silu = activation == "silu"
-    if _choose_backend("decode_step", backend, query, float64=state.kv.dtype == torch.float64) == "triton":
+    backend = _choose_backend("decode_step", backend, query, float64=state.kv.dtype == torch.float64)
+    if _as_operator(backend):
+        token = (query.detach(), key.detach(), value.detach())
+        output: Tensor = _decode_step_op(*state, *token, silu, backend)
+        return output
+    return _decode_step_by(backend, state, query, key, value, silu)
+
+
+def _as_operator(backend: str) -> bool:
+    """Whether a call is one operator: torch.compile does not look into it, nor do fake tensors' modes into kernels."""
+    return torch.compiler.is_compiling() or (backend == "triton" and torch._C._len_torch_dispatch_stack() > 0)
+
+
+def _decode_step_by(backend: str, state: DecodeState, query: Tensor, key: Tensor, value: Tensor, silu: bool) -> Tensor:
+    if backend == "triton":
         output: Tensor = kernels("triton_decode").decode_step(state, query, key, value, silu)
         return output
     return _decode_step(state, query, key, value, silu)
@@ -192,8 +205,12 @@ def toeplitz_step(state: ToeplitzState, x: Tensor, decay: Tensor, gain: Tensor, 
         raise ValueError(
             "toeplitz_step: state.hidden is not contiguous; it is changed in place, so make it so once before"
         )
-    if _choose_backend("toeplitz_step", backend, x, float64=state.hidden.dtype == torch.float64) == "triton":
-        y: Tensor = kernels("triton_decode").toeplitz_step(state, x, decay, gain)
+    backend = _choose_backend("toeplitz_step", backend, x, float64=state.hidden.dtype == torch.float64)
+    if backend == "triton":
+        if _as_operator(backend):
+            y: Tensor = _toeplitz_step_op(*state, x.detach(), decay.detach(), gain.detach())
+        else:
+            y = kernels("triton_decode").toeplitz_step(state, x, decay, gain)
         return y
     state.hidden.mul_(decay).add_(x.unsqueeze(-1))
     state.length.add_(1)
@@ -201,19 +218,47 @@ def toeplitz_step(state: ToeplitzState, x: Tensor, decay: Tensor, gain: Tensor, 
 
 
 def _choose_backend(name: str, backend: str, x: Tensor, float64: bool) -> str:
-    backend = check_backend(name, backend, ("auto", "torch", "triton"))
-    if backend == "torch" or (backend == "auto" and x.device.type != "cuda"):
-        return "torch"
-    triton = kernels("triton_decode")
-    if triton is None:
-        reason: Any = without_triton()
-    else:
-        reason = "a float64 state" if float64 else triton.unsupported(x)
-    if backend == "triton" and reason:
-        raise ValueError(f"{name}: backend 'triton' does not take {reason}; use backend='auto'")
-    if reason:
-        fallen_back(name, reason)
-    return "torch" if reason else "triton"
+    limit = "a float64 state" if float64 else None
+    return "triton" if choose_triton(name, backend, "triton_decode", x, limit=limit) else "torch"
+
+
+def _decode_step_of(*given: Any) -> Tensor:
+    *fields, query, key, value, silu, backend = given
+    return _decode_step_by(backend, DecodeState(*fields), query, key, value, silu)
+
+
+def _fake_decode_step(*given: Any) -> Tensor:
+    value: Tensor = given[-3]
+    return value.new_empty(value.shape)
+
+
+def _toeplitz_step_of(hidden: Tensor, length: Tensor, x: Tensor, decay: Tensor, gain: Tensor) -> Tensor:
+    y: Tensor = kernels("triton_decode").toeplitz_step(ToeplitzState(hidden, length), x, decay, gain)
+    return y
+
+
+def _fake_toeplitz_step(_hidden: Tensor, _length: Tensor, x: Tensor, _decay: Tensor, _gain: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_CHANGED = [name for name in DecodeState._fields if name not in TABLES]
+_STATE = ", ".join(
+    [f"Tensor(a{i}!) {name}" for i, name in enumerate(_CHANGED)] + [f"Tensor? {name}" for name in TABLES]
+)
+_decode_step_op = torch.library.custom_op(
+    "lightnet::decode_step",
+    _decode_step_of,
+    mutates_args=_CHANGED,
+    schema=f"({_STATE}, Tensor query, Tensor key, Tensor value, bool silu, str backend) -> Tensor",
+)
+_decode_step_op.register_fake(_fake_decode_step)
+_toeplitz_step_op = torch.library.custom_op(
+    "lightnet::toeplitz_step",
+    _toeplitz_step_of,
+    mutates_args=("hidden", "length"),
+    schema="(Tensor(a!) hidden, Tensor(b!) length, Tensor x, Tensor decay, Tensor gain) -> Tensor",
+)
+_toeplitz_step_op.register_fake(_fake_toeplitz_step)
 
 
 def _check_step(state: DecodeState, query: Tensor, key: Tensor, value: Tensor, activation: str | None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import toeplitz_reference, toeplitz_torch
 from .checks import check_backend, check_cu_seqlens, check_exchange, check_mask, check_state_tensors
-from .companions import fallen_back, kernels, without_triton
+from .companions import choose_triton
 from .state import ToeplitzState, merge_toeplitz_states
 
 
@@ -31,30 +31,33 @@ class ToeplitzExchange(Protocol):
 
 
 # The one place to add a backend: a function of toeplitz_torch.forward_scan's signature. "triton" takes x in its own dtype
-# instead, and only what its `unsupported` lets through.
+# instead, cu_seqlens as it is given, and only what `_choose_backend` lets through.
 _BACKENDS: dict[str, Callable[..., Any]] = {
     "reference": toeplitz_reference.forward_scan,
     "torch": toeplitz_torch.forward_scan,
 }
+MAX_RANK = 128  # of Triton
 
 
 def _choose_backend(backend: str, x: Tensor, decay: Tensor, key_mask: Tensor | None) -> str:
     backend = check_backend("toeplitz_scan", backend, ("auto", *_BACKENDS, "triton"))
-    if backend == "auto" and x.device.type != "cuda":
-        return "torch"
-    if backend not in ("auto", "triton"):
+    if backend in _BACKENDS:
         return backend
-    triton = kernels("triton_toeplitz")
-    reason = without_triton() if triton is None else triton.unsupported(x, decay, key_mask)
-    if reason is None:
-        return "triton"
+    limit = "key_mask" if key_mask is not None else None
+    if decay.shape[1] > MAX_RANK:
+        limit = f"{decay.shape[1]} exponentials a channel (at most {MAX_RANK})"
+    return "triton" if choose_triton("toeplitz_scan", backend, "triton_toeplitz", x, limit=limit) else "torch"
+
+
+def _scan_by(backend: str) -> tuple[Callable[..., Any], bool]:
+    """The scan of a backend, and whether cu_seqlens is checked inside, where torch.compile does not look."""
     if backend == "triton":
-        raise ValueError(
-            f"toeplitz_scan: backend 'triton' does not take {reason}; use backend='auto', which falls back to 'torch' "
-            "there"
-        )
-    fallen_back("toeplitz_scan", reason)
-    return "torch"
+        from . import triton_toeplitz
+
+        return triton_toeplitz.forward_scan, True
+    if backend == "torch" and torch.compiler.is_compiling():
+        return toeplitz_torch.compiled_scan, True
+    return _BACKENDS[backend], False
 
 
 def toeplitz_scan(
@@ -100,16 +103,18 @@ def toeplitz_scan(
     check_exchange(name, exchange, "prefix")
     if bidirectional:
         check_exchange(name, exchange, "suffix")
-    bounds = check_cu_seqlens(name, cu_seqlens, x.shape[0], x.shape[1])
-    sequences = x.shape[0] if bounds is None else len(bounds) - 1
+    scan, inside = _scan_by(chosen)
+    bounds: Any = cu_seqlens
+    if not (inside and torch.compiler.is_compiling()):  # the number of states decides steps outside of operators, too
+        checked = check_cu_seqlens(name, cu_seqlens, x.shape[0], x.shape[1])
+        bounds = cu_seqlens if inside else checked
+    sequences = x.shape[0] if cu_seqlens is None else max(cu_seqlens.shape[0] - 1, 0)
     shapes = (sequences, *decay.shape)
 
     if key_mask is not None:
         key_mask = key_mask.to(x.device)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    triton = kernels("triton_toeplitz") if chosen == "triton" else None
-    scan = _BACKENDS[chosen] if triton is None else triton.forward_scan
-    operands = (x.to(dtype) if triton is None else x, decay.to(dtype), gain.to(dtype))
+    operands = (x if chosen == "triton" else x.to(dtype), decay.to(dtype), gain.to(dtype))
     empty = ToeplitzState(x.new_zeros(shapes, dtype=dtype), torch.zeros(sequences, dtype=torch.int64, device=x.device))
 
     def run(reverse: bool, start: ToeplitzState | None) -> tuple[Tensor, ToeplitzState]:

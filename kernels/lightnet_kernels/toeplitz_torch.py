@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .carry import Factors, carry, carry_backward
+from .checks import check_cu_seqlens
+from .composed import composed
 from .segments import ChunkLayout, chunk_layout
 from .state import ToeplitzState
 
@@ -43,6 +45,50 @@ def forward_scan(
     output = layout.unpack_channels(y) if need_output else x
     state = _final_state(packed, held, powers, layout, initial) if need_state else initial
     return output, state
+
+
+def compiled_scan(
+    x: Tensor,
+    decay: Tensor,
+    gain: Tensor,
+    cu_seqlens: Tensor | None,
+    key_mask: Tensor | None,
+    initial: ToeplitzState,
+    *,
+    reverse: bool,
+    need_output: bool,
+    need_state: bool,
+) -> tuple[Tensor, ToeplitzState]:
+    """`forward_scan` as one operator of torch.compile's graph; cu_seqlens is checked inside."""
+    flags = (reverse, need_output, need_state)
+    y, hidden, length = _scan_op(x, decay, gain, cu_seqlens, key_mask, *initial, *flags)
+    return (y if need_output else x), (ToeplitzState(hidden, length) if need_state else initial)
+
+
+def _scan(
+    x: Tensor, decay: Tensor, gain: Tensor, cu_seqlens: Any, key_mask: Any, hidden: Tensor, length: Tensor, reverse: bool,
+    need_output: bool, need_state: bool,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    bounds = check_cu_seqlens("toeplitz_scan", cu_seqlens, x.shape[0], x.shape[1])
+    flags = {"reverse": reverse, "need_output": need_output, "need_state": need_state}
+    y, state = forward_scan(x, decay, gain, bounds, key_mask, ToeplitzState(hidden, length), **flags)
+    return y if need_output else None, *(state if need_state else (None, None))
+
+
+def _fake_scan(x, decay, gain, cu_seqlens, key_mask, hidden, length, reverse, need_output, need_state):
+    state = (hidden.new_empty(hidden.shape), length.new_empty(length.shape)) if need_state else (None, None)
+    return x.new_empty(x.shape) if need_output else None, *state
+
+
+_scan_op = composed(
+    "lightnet::torch_toeplitz_scan",
+    "Tensor x, Tensor decay, Tensor gain, Tensor? cu_seqlens, Tensor? key_mask, Tensor hidden, Tensor length, "
+    "bool reverse, bool need_output, bool need_state",
+    3,
+    _scan,
+    _fake_scan,
+    constants=(2,),
+)
 
 
 class _ToeplitzChunks(torch.autograd.Function):

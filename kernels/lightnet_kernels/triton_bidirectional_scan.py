@@ -33,9 +33,11 @@ from .triton_bidirectional_plan import (
     where_of,
 )
 from .triton_launch import launch
-from .triton_replay import replayed
+from .triton_replay import by_bounds, replayed
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INPUTS = "Tensor query, Tensor? key, Tensor? value"
+WHERE = "Tensor? theta, Tensor? places, Tensor? mask, Tensor? cu_seqlens"
 
 
 def unsupported(
@@ -76,20 +78,21 @@ def bidirectional_scan(
     activation: bool,
     theta: Tensor | None,
     coordinates: Tensor | None,
-    cu_seqlens: list[int] | None,
+    cu_seqlens: Tensor | None,
     key_mask: Tensor | None,
     combine: Callable[[ScanState], ScanState] | None,
 ) -> tuple[Tensor, ScanState | None]:
-    """See `scan.additive_scan`; inputs keep their dtype, and may be one tensor (see `packed`). `combine` takes the state of
-    the local tokens to that of all tokens; None: there are no others, and nobody asks for the state."""
+    """See `scan.additive_scan`; inputs keep their dtype, and may be one tensor (see `packed`). cu_seqlens is checked by the
+    operators. `combine` takes the state of the local tokens to that of all tokens; None: there are no others, and nobody
+    asks for the state."""
     given = query, key, value
     query, key, value = apart(query, key, value)
     places = token_places(key, theta, coordinates, cu_seqlens, key_mask)
     rest = (theta, places, key_mask, cu_seqlens)
     if combine is None:
         return scan_op(*given, *rest, activation)[0], None
+    peak, mass, kv = states_op(key, value, *rest)  # which checks cu_seqlens
     lengths = sequence_lengths(key, cu_seqlens, key_mask)
-    peak, mass, kv = states_op(key, value, *rest)
     whole = combine(ScanState(peak, mass, kv, lengths))
     rows = whole.kv.shape[2] // whole.sum.shape[2]
     read = whole.kv / torch.where(whole.sum > 0, whole.sum, 1.0).repeat(1, 1, rows).unsqueeze(-1)
@@ -186,16 +189,16 @@ def _scan(
 
 def _fake_scan(
     query: Tensor, key: Tensor | None, value: Tensor | None, theta: Optional, places: Optional, mask: Optional,
-    bounds: Sequence[int] | None, activation: bool,
+    cu_seqlens: Optional, activation: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     query, key, value = apart(query, key, value)
-    peak, mass, state = _state_shapes(key, value, theta, bounds)
+    peak, mass, state = _state_shapes(key, value, theta, cu_seqlens)
     dtype = torch.float32 if query.dtype == torch.float32 else torch.bfloat16
     return torch.empty_like(value, memory_format=torch.contiguous_format), peak, mass, state.to(dtype)
 
 
-def _state_shapes(key: Tensor, value: Tensor, theta: Optional, bounds: Sequence[int] | None) -> tuple[Tensor, ...]:
-    sequences = key.shape[0] if bounds is None else len(bounds) - 1
+def _state_shapes(key: Tensor, value: Tensor, theta: Optional, cu_seqlens: Optional) -> tuple[Tensor, Tensor, Tensor]:
+    sequences = key.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     heads, width = key.shape[2:]
     rows = width if theta is None else 2 * width
     vector = key.new_empty(sequences, heads, width, dtype=torch.float32)
@@ -251,7 +254,7 @@ def _scan_backward(
 
 def _fake_scan_backward(
     grad: Tensor, query: Tensor, key: Tensor | None, value: Tensor | None, peak: Tensor, mass: Tensor, state: Tensor,
-    theta: Optional, places: Optional, mask: Optional, bounds: Sequence[int] | None, activation: bool,
+    theta: Optional, places: Optional, mask: Optional, cu_seqlens: Optional, activation: bool,
 ) -> tuple[Optional, ...]:  # fmt: skip
     return _fake_grads((query, key, value), theta)
 
@@ -262,14 +265,14 @@ def _fake_grads(inputs: tuple[Optional, ...], theta: Optional) -> tuple[Optional
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, theta, places, mask, ctx.bounds, ctx.activation = inputs
-    ctx.save_for_backward(query, key, value, *output[1:], theta, places, mask)
+    query, key, value, theta, places, mask, cu_seqlens, ctx.activation = inputs
+    ctx.save_for_backward(query, key, value, *output[1:], theta, places, mask, cu_seqlens)
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _backward_scan(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # to be asked for once
-    *grads, theta = scan_backward_op(grad, *saved, ctx.bounds, ctx.activation)
+    *grads, theta = scan_backward_op(grad, *saved, ctx.activation)
     if saved[1] is None:  # one tensor
         grads[1:] = None, None
     return (*grads, theta if ctx.needs_input_grad[3] else None, None, None, None, None)
@@ -277,14 +280,19 @@ def _backward_scan(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
 
 scan_backward_op = Operator(
     "lightnet::bidirectional_scan_backward",
-    None,
-    replayed(_scan_backward, lambda *given: prepare(apart(*given[1:4]), given[10]), shared=True),
+    f"(Tensor grad, {INPUTS}, Tensor peak, Tensor mass, Tensor state, {WHERE}, bool activation) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    by_bounds(
+        "additive_scan",
+        replayed(_scan_backward, lambda *given: prepare(apart(*given[1:4]), given[10]), shared=True),
+        at=10,
+    ),
     _fake_scan_backward,
 )
 scan_op = Operator(
     "lightnet::bidirectional_scan",
-    None,
-    replayed(_scan, lambda *given: prepare(apart(*given[:3]), given[6]), shared=True),
+    f"({INPUTS}, {WHERE}, bool activation) -> (Tensor, Tensor, Tensor, Tensor)",
+    by_bounds("additive_scan", replayed(_scan, lambda *given: prepare(apart(*given[:3]), given[6]), shared=True), at=6),
     _fake_scan,
 )
 scan_op.differentiable(_backward_scan, _setup)
@@ -301,9 +309,9 @@ def _states(
 
 
 def _fake_states(
-    key: Tensor, value: Tensor, theta: Optional, places: Optional, mask: Optional, bounds: Sequence[int] | None
+    key: Tensor, value: Tensor, theta: Optional, places: Optional, mask: Optional, cu_seqlens: Optional
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _state_shapes(key, value, theta, bounds)
+    return _state_shapes(key, value, theta, cu_seqlens)
 
 
 def _states_backward(
@@ -323,32 +331,41 @@ def _states_backward(
 
 def _fake_states_backward(
     grad_mass: Tensor, grad_kv: Tensor, key: Tensor, value: Tensor, peak: Tensor, theta: Optional,
-    places: Optional, mask: Optional, bounds: Sequence[int] | None,
+    places: Optional, mask: Optional, cu_seqlens: Optional,
 ) -> tuple[Optional, ...]:  # fmt: skip
     return _fake_grads((key, value), theta)
 
 
 def _setup_states(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    key, value, theta, places, mask, ctx.bounds = inputs
-    ctx.save_for_backward(key, value, output[0], theta, places, mask)
+    key, value, theta, places, mask, cu_seqlens = inputs
+    ctx.save_for_backward(key, value, output[0], theta, places, mask, cu_seqlens)
     ctx.mark_non_differentiable(output[0])
 
 
 def _backward_states(ctx: Any, _: Any, grad_mass: Tensor, grad_kv: Tensor) -> tuple[Any, ...]:
-    *grads, theta = states_backward_op(grad_mass, grad_kv, *ctx.saved_tensors, ctx.bounds)
+    *grads, theta = states_backward_op(grad_mass, grad_kv, *ctx.saved_tensors)
     return (*grads, theta if ctx.needs_input_grad[2] else None, None, None, None)
 
 
 states_backward_op = Operator(
     "lightnet::bidirectional_states_backward",
-    None,
-    replayed(_states_backward, lambda *given: prepare((given[2], *given[2:4]), given[7], True), shared=True),
+    f"(Tensor grad_mass, Tensor grad_kv, Tensor key, Tensor value, Tensor peak, {WHERE}) -> (Tensor, Tensor, Tensor)",
+    by_bounds(
+        "additive_scan",
+        replayed(_states_backward, lambda *given: prepare((given[2], *given[2:4]), given[8], True), shared=True),
+        at=8,
+        like=2,
+    ),
     _fake_states_backward,
 )
 states_op = Operator(
     "lightnet::bidirectional_states",
-    None,
-    replayed(_states, lambda *given: prepare((given[0], *given[:2]), given[5], True), shared=True),
+    f"(Tensor key, Tensor value, {WHERE}) -> (Tensor, Tensor, Tensor)",
+    by_bounds(
+        "additive_scan",
+        replayed(_states, lambda *given: prepare((given[0], *given[:2]), given[5], True), shared=True),
+        at=5,
+    ),
     _fake_states,
 )
 states_op.differentiable(_backward_states, _setup_states)
@@ -368,7 +385,7 @@ def _read(
 
 
 def _fake_read(
-    query: Tensor, state: Tensor, theta: Optional, places: Optional, mask: Optional, bounds: Sequence[int] | None,
+    query: Tensor, state: Tensor, theta: Optional, places: Optional, mask: Optional, cu_seqlens: Optional,
     activation: bool,
 ) -> Tensor:  # fmt: skip
     return query.new_empty(*query.shape[:3], state.shape[3])
@@ -394,23 +411,31 @@ def _read_backward(
 
 def _fake_read_backward(
     grad: Tensor, query: Tensor, state: Tensor, theta: Optional, places: Optional, mask: Optional,
-    bounds: Sequence[int] | None, activation: bool,
+    cu_seqlens: Optional, activation: bool,
 ) -> tuple[Optional, ...]:  # fmt: skip
     return _fake_grads((query, state), theta)
 
 
 def _setup_read(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    query, state, theta, places, mask, ctx.bounds, ctx.activation = inputs
-    ctx.save_for_backward(query, state, theta, places, mask)
+    query, state, theta, places, mask, cu_seqlens, ctx.activation = inputs
+    ctx.save_for_backward(query, state, theta, places, mask, cu_seqlens)
 
 
 def _backward_read(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    *grads, theta = read_backward_op(grad, *ctx.saved_tensors, ctx.bounds, ctx.activation)
+    *grads, theta = read_backward_op(grad, *ctx.saved_tensors, ctx.activation)
     return (*grads, theta if ctx.needs_input_grad[2] else None, None, None, None, None)
 
 
 read_backward_op = Operator(
-    "lightnet::bidirectional_read_backward", None, replayed(_read_backward), _fake_read_backward
+    "lightnet::bidirectional_read_backward",
+    f"(Tensor grad, Tensor query, Tensor state, {WHERE}, bool activation) -> (Tensor, Tensor, Tensor)",
+    by_bounds("additive_scan", replayed(_read_backward), at=6),
+    _fake_read_backward,
 )
-read_op = Operator("lightnet::bidirectional_read", None, replayed(_read), _fake_read)
+read_op = Operator(
+    "lightnet::bidirectional_read",
+    f"(Tensor query, Tensor state, {WHERE}, bool activation) -> Tensor",
+    by_bounds("additive_scan", replayed(_read), at=5),
+    _fake_read,
+)
 read_op.differentiable(_backward_read, _setup_read)

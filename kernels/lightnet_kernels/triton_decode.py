@@ -218,17 +218,6 @@ def toeplitz_token(
                 tl.store(length_ptr + row, tl.load(length_ptr + row) + 1)
 
 
-def unsupported(x: Tensor) -> str | None:
-    """What of these arguments the kernels do not do, or None."""
-    if x.device.type == "cpu":
-        return None if triton.knobs.runtime.interpret else "tensors on a CPU (except under TRITON_INTERPRET=1)"
-    if x.device.type != "cuda" or torch.version.hip is not None:
-        return f"tensors on {x.device}"
-    if torch.cuda.get_device_capability(x.device)[0] < 8:
-        return f"the card {torch.cuda.get_device_name(x.device)}, older than sm_80"
-    return None
-
-
 def decode_step(state: Any, query: Tensor, key: Tensor, value: Tensor, silu: bool) -> Tensor:
     """See `decode.decode_step`; the state is a `decode.DecodeState`."""
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))

@@ -232,5 +232,6 @@ def causal_state(key: Tensor, value: Tensor, theta: Tensor | None, cu_seqlens: l
     """
     bounds = None if cu_seqlens is None else tuple(cu_seqlens)
     places = None if theta is None else _places_from_the_end(key.shape[1], bounds, key.device)
-    peak, mass, kv = triton_bidirectional_scan.states_op(key, value, theta, places, None, cu_seqlens)
+    edges = None if cu_seqlens is None else torch.tensor(cu_seqlens)
+    peak, mass, kv = triton_bidirectional_scan.states_op(key, value, theta, places, None, edges)
     return ScanState(peak, mass, kv, lengths(key.shape[0], key.shape[1], bounds, key.device))

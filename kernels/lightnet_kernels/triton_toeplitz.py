@@ -15,25 +15,30 @@ import triton
 from torch import Tensor
 
 from . import triton_toeplitz_kernels as kernels
+from .checks import check_cu_seqlens
 from .operators import Operator
 from .state import ToeplitzState
 from .toeplitz_torch import decay_powers
 from .triton_launch import launch
-from .triton_replay import replayed
+from .triton_replay import by_bounds, replayed
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHUNK = 64  # C, tokens in a row
 TILE = 64  # M, rows of one product
-MAX_RANK = 128
+
+
+class Ends(NamedTuple):
+    """Where sequences end."""
+
+    lengths: Tensor  # [sequences] int64
+    last: Tensor  # [sequences] int64, tokens of the last row, 0 in an empty sequence
+    tail: Tensor  # [sequences, CHUNK] int64, tokens from a sequence's end backwards, as places in [B * N]
 
 
 class RowTable(NamedTuple):
     """Chunks of a batch of sequences, on the device. Rows of a sequence are consecutive, all but its last full."""
 
     rows: Tensor  # [rows, 5] int32, see `triton_toeplitz_kernels.FIELDS`
-    lengths: Tensor  # [sequences] int64
-    last: Tensor  # [sequences] int64, tokens of the last row, 0 in an empty sequence
-    tail: Tensor  # [sequences, CHUNK] int64, tokens from a sequence's end backwards, as places in [B * N]
+    ends: Ends
 
 
 @functools.lru_cache(maxsize=16)
@@ -46,14 +51,8 @@ def row_table(batch: int, tokens: int, bounds: tuple[int, ...] | None, reverse: 
 def _row_table(
     batch: int, tokens: int, bounds: tuple[int, ...] | None, reverse: bool, device: torch.device
 ) -> RowTable:
-    if bounds is None:
-        begin = torch.zeros(batch, dtype=torch.int64)
-        lengths = torch.full((batch,), tokens, dtype=torch.int64)
-        batches = torch.arange(batch)
-    else:
-        edges = torch.tensor(bounds, dtype=torch.int64)
-        begin, lengths = edges[:-1], edges.diff()
-        batches = torch.zeros_like(begin)
+    edges = None if bounds is None else torch.tensor(bounds, dtype=torch.int64)
+    begin, lengths, batches = _sequences(batch, tokens, edges, torch.device("cpu"))
     counts = (lengths + CHUNK - 1) // CHUNK
     owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
     place = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
@@ -61,12 +60,31 @@ def _row_table(
     base = begin[owner] + (lengths[owner] - 1 - place * CHUNK if reverse else place * CHUNK)
     ends = (place == 0).long() + 2 * (place == counts[owner] - 1).long()
     rows = torch.stack([batches[owner], base, size, ends, owner], 1).int()
-    last = torch.where(lengths > 0, (lengths - 1) % CHUNK + 1, 0)
-    back = torch.arange(CHUNK)
-    tail = begin[:, None] + (back if reverse else lengths[:, None] - 1 - back)
-    tail = torch.where(back < last[:, None], batches[:, None] * tokens + tail, 0)
     # Without waiting for the device, which is at the batch before.
-    return RowTable(*(x.to(device, non_blocking=True) for x in (rows, lengths, last, tail)))
+    found = [x.to(device, non_blocking=True) for x in (rows, *_ends(begin, lengths, batches, tokens, reverse))]
+    return RowTable(found[0], Ends(*found[1:]))
+
+
+def _sequences(batch: int, tokens: int, edges: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """First token, length and batch row of every sequence."""
+    if edges is not None:
+        return edges[:-1], edges.diff(), torch.zeros_like(edges[:-1])
+    lengths = torch.full((batch,), tokens, dtype=torch.int64, device=device)
+    return torch.zeros_like(lengths), lengths, torch.arange(batch, device=device)
+
+
+def _ends(begin: Tensor, lengths: Tensor, batches: Tensor, tokens: int, reverse: bool) -> Ends:
+    last = torch.where(lengths > 0, (lengths - 1) % CHUNK + 1, 0)
+    back = torch.arange(CHUNK, device=begin.device)
+    tail = begin[:, None] + (back if reverse else lengths[:, None] - 1 - back)
+    return Ends(lengths, last, torch.where(back < last[:, None], batches[:, None] * tokens + tail, 0))
+
+
+def _ends_of(x: Tensor, cu_seqlens: Tensor | None, reverse: bool) -> Ends:
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():  # nothing to be looked at, nor to be kept
+        edges = None if cu_seqlens is None else cu_seqlens.to(x.device, torch.int64)
+        return _ends(*_sequences(x.shape[0], x.shape[1], edges, x.device), x.shape[1], reverse)
+    return _table(x, check_cu_seqlens("toeplitz_scan", cu_seqlens, x.shape[0], x.shape[1]), reverse).ends
 
 
 def _table(x: Tensor, bounds: list[int] | None, reverse: bool) -> RowTable:
@@ -78,28 +96,11 @@ def _prepare(x: Tensor, bounds: list[int] | None, reverse: bool) -> None:
     _table(x, bounds, reverse)
 
 
-def unsupported(x: Tensor, decay: Tensor, key_mask: Tensor | None) -> str | None:
-    """What of these arguments the kernels do not do, or None."""
-    if x.dtype not in DTYPES:
-        return f"dtype {x.dtype}"
-    if key_mask is not None:
-        return "key_mask"
-    if decay.shape[1] > MAX_RANK:
-        return f"{decay.shape[1]} exponentials a channel (at most {MAX_RANK})"
-    if x.device.type == "cpu":
-        return None if triton.knobs.runtime.interpret else "tensors on a CPU (except under TRITON_INTERPRET=1)"
-    if x.device.type != "cuda" or torch.version.hip is not None:
-        return f"tensors on {x.device}"
-    if torch.cuda.get_device_capability(x.device)[0] < 8:
-        return f"the card {torch.cuda.get_device_name(x.device)}, older than sm_80"
-    return None
-
-
 def forward_scan(
     x: Tensor,
     decay: Tensor,
     gain: Tensor,
-    cu_seqlens: list[int] | None,
+    cu_seqlens: Tensor | None,
     key_mask: Tensor | None,
     initial: ToeplitzState | None,
     *,
@@ -107,28 +108,27 @@ def forward_scan(
     need_output: bool,
     need_state: bool,
 ) -> tuple[Tensor, ToeplitzState | None]:
-    """See `toeplitz_torch.forward_scan`; x keeps its dtype, and so does y. No `initial` is one of zeros."""
+    """See `toeplitz_torch.forward_scan`; x keeps its dtype, and so does y. No `initial` is one of zeros. cu_seqlens is
+    checked by the operator."""
     y, held, _ = toeplitz_rows(
         x, decay, gain, None if initial is None else initial.hidden, cu_seqlens, reverse, need_output, need_state
     )
     state = initial
     if need_state:
-        state = _final_state(x, decay, held, _table(x, cu_seqlens, reverse), initial)
+        state = _final_state(x, decay, held, _ends_of(x, cu_seqlens, reverse), initial)
     return (y if need_output else x), state
 
 
-def _final_state(
-    x: Tensor, decay: Tensor, held: Tensor, table: RowTable, initial: ToeplitzState | None
-) -> ToeplitzState:
+def _final_state(x: Tensor, decay: Tensor, held: Tensor, ends: Ends, initial: ToeplitzState | None) -> ToeplitzState:
     """lambda^n held + sum_r lambda^r x_(n - 1 - r) over the n tokens of each sequence's last row."""
     powers = decay_powers(decay, CHUNK)  # [d, C + 1, e]
-    tail = torch.zeros(*table.tail.shape, x.shape[2], device=x.device)
+    tail = torch.zeros(*ends.tail.shape, x.shape[2], device=x.device)
     if x.numel():
-        exists = torch.arange(CHUNK, device=x.device) < table.last[:, None]
-        tail = torch.where(exists[..., None], x.reshape(-1, x.shape[2])[table.tail].float(), 0.0)
+        exists = torch.arange(CHUNK, device=x.device) < ends.last[:, None]
+        tail = torch.where(exists[..., None], x.reshape(-1, x.shape[2])[ends.tail].float(), 0.0)
     hidden = torch.einsum("snd,dne->sde", tail, powers[:, :CHUNK])
-    hidden = hidden + powers[:, table.last].transpose(0, 1) * held
-    return ToeplitzState(hidden, table.lengths.clone() if initial is None else initial.length + table.lengths)
+    hidden = hidden + powers[:, ends.last].transpose(0, 1) * held
+    return ToeplitzState(hidden, ends.lengths.clone() if initial is None else initial.length + ends.lengths)
 
 
 class _Constants(NamedTuple):
@@ -200,7 +200,8 @@ def _rows(
     """
     rows = _table(x, bounds, reverse).rows
     channels, count = x.shape[2], rows.shape[0]
-    y, last, carry = _outputs(x, decay, bounds, need_output, need_last)
+    sequences = x.shape[0] if bounds is None else len(bounds) - 1
+    y, last, carry = _outputs(x, decay, sequences, _tiles(x, bounds), need_output, need_last)
     if need_last:
         last.zero_() if initial is None else last.copy_(initial)
     if not count or not channels:
@@ -219,29 +220,33 @@ def _rows(
     return y, last, carry
 
 
-def _outputs_of_toeplitz_rows(
+def _fake_rows(
     x: Tensor,
     decay: Tensor,
     gain: Tensor,
     initial: Tensor | None,
-    bounds: list[int] | None,
+    cu_seqlens: Tensor | None,
     reverse: bool,
     need_output: bool,
     need_last: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(x, decay, bounds, need_output, need_last)
+    if cu_seqlens is None:
+        return _outputs(x, decay, x.shape[0], _tiles(x, None), need_output, need_last)
+    tiles = torch.library.get_ctx().new_dynamic_size()  # depends on where the segments end
+    return _outputs(x, decay, cu_seqlens.shape[0] - 1, tiles, need_output, need_last)
+
+
+def _tiles(x: Tensor, bounds: list[int] | None) -> int:
+    if bounds is None:
+        rows = x.shape[0] * ((x.shape[1] + CHUNK - 1) // CHUNK)
+    else:
+        rows = sum((end - begin + CHUNK - 1) // CHUNK for begin, end in pairwise(bounds))
+    return (rows + TILE - 1) // TILE
 
 
 def _outputs(
-    x: Tensor, decay: Tensor, bounds: list[int] | None, need_output: bool, need_last: bool
+    x: Tensor, decay: Tensor, sequences: int, tiles: int, need_output: bool, need_last: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if bounds is None:
-        sequences = x.shape[0]
-        rows = sequences * ((x.shape[1] + CHUNK - 1) // CHUNK)
-    else:
-        sequences = len(bounds) - 1
-        rows = sum((end - begin + CHUNK - 1) // CHUNK for begin, end in pairwise(bounds))
-    tiles = (rows + TILE - 1) // TILE
     return (
         x.new_empty(x.shape if need_output else (0,)),
         decay.new_empty((sequences, *decay.shape) if need_last else (0,)),
@@ -295,14 +300,14 @@ def _rows_backward(
     return grad_x, grad_decay, grad_gain, grad_initial
 
 
-def _outputs_of_backward(
+def _fake_rows_backward(
     grad: Tensor,
     grad_last: Tensor | None,
     x: Tensor,
     decay: Tensor,
     gain: Tensor,
     initial: Tensor | None,
-    bounds: list[int] | None,
+    cu_seqlens: Tensor | None,
     carry: Tensor,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -315,33 +320,34 @@ def _gradients(x: Tensor, decay: Tensor, initial: Tensor | None) -> tuple[Tensor
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, decay, gain, initial, ctx.bounds, ctx.reverse, ctx.need_output, _ = inputs
-    ctx.save_for_backward(x, decay, gain, initial, output[2])
+    x, decay, gain, initial, cu_seqlens, ctx.reverse, ctx.need_output, _ = inputs
+    ctx.save_for_backward(x, decay, gain, initial, cu_seqlens, output[2])
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, decay, gain, initial, carry = ctx.saved_tensors
+    x, decay, gain, initial, cu_seqlens, carry = ctx.saved_tensors
     grad, grad_last = grads[:2]
     if grad is None or not ctx.need_output:
         grad = torch.zeros_like(x)
     grad_x, grad_decay, grad_gain, grad_initial = toeplitz_rows_backward(
-        grad, grad_last, x, decay, gain, initial, ctx.bounds, carry, ctx.reverse
+        grad, grad_last, x, decay, gain, initial, cu_seqlens, carry, ctx.reverse
     )
     return grad_x, grad_decay, grad_gain, None if initial is None else grad_initial, *[None] * 4
 
 
+OPERANDS = "Tensor x, Tensor decay, Tensor gain, Tensor? initial, Tensor? cu_seqlens"
 toeplitz_rows_backward = Operator(
     "lightnet_kernels::toeplitz_rows_backward",
-    None,
-    replayed(_rows_backward, lambda *given: _prepare(given[2], given[6], given[8])),
-    _outputs_of_backward,
+    f"(Tensor grad, Tensor? grad_last, {OPERANDS}, Tensor carry, bool reverse) -> (Tensor, Tensor, Tensor, Tensor)",
+    by_bounds("toeplitz_scan", replayed(_rows_backward, lambda *given: _prepare(given[2], given[6], given[8])), at=6),
+    _fake_rows_backward,
 )
 toeplitz_rows = Operator(
     "lightnet_kernels::toeplitz_rows",
-    None,
-    replayed(_rows, lambda *given: _prepare(given[0], given[4], given[5])),
-    _outputs_of_toeplitz_rows,
+    f"({OPERANDS}, bool reverse, bool need_output, bool need_last) -> (Tensor, Tensor, Tensor)",
+    by_bounds("toeplitz_scan", replayed(_rows, lambda *given: _prepare(given[0], given[4], given[5])), at=4),
+    _fake_rows,
 )
 toeplitz_rows.differentiable(_backward, _setup)

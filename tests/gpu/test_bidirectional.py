@@ -90,14 +90,20 @@ def test_two_runs_give_the_same_bits(shape):
     table.check_bits(shape, BF16, "cuda", 3)
 
 
-def test_compiled_code_gives_the_same_bits():
-    inputs = {name: x.to(BF16).cuda() for name, x in make(2, 100, 2, 72, 72).items()}
+@pytest.mark.parametrize("cuts", [None, torch.tensor([0, 30, 30, 100])], ids=["rows", "segments"])
+def test_compiled_code_gives_the_same_bits(cuts):
+    inputs = {name: x.to(BF16).cuda() for name, x in make(2 if cuts is None else 1, 100, 2, 72, 72).items()}
     inputs["theta"] = inputs["theta"].float()
+    leaves = [x.requires_grad_() for x in inputs.values()]
 
     def scan(**x):
-        return additive_scan(**x, causal=False, backend="triton")
+        return additive_scan(**x, cu_seqlens=cuts, causal=False, backend="triton")
 
-    assert torch.equal(torch.compile(scan, fullgraph=True)(**inputs), scan(**inputs))
+    results = []
+    for call in (scan, torch.compile(scan, fullgraph=True)):
+        output = call(**inputs)
+        results.append([output, *torch.autograd.grad(output, leaves, torch.ones_like(output))])
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
 def test_memory():

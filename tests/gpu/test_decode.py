@@ -105,6 +105,30 @@ def test_graph_across_blocks(backend):
     assert all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_steps_across_blocks(backend):
+    state = random_state(3, 2, 32)
+    state.count.copy_(torch.tensor([0, 62, 64]))
+    state.keys.normal_()
+    state.values.normal_()
+    other = state.clone()
+    token = [torch.randn(3, 2, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    positions = ToeplitzState(torch.randn(3, 24, 16, device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda"))
+    others = ToeplitzState(*(x.clone() for x in positions))
+    x, rates = torch.randn(3, 24, device="cuda"), torch.rand(2, 24, 16, device="cuda")
+
+    def step(state, positions, x, *token):
+        y = toeplitz_step(positions, x, *rates, backend="triton")
+        return decode_step(state, *token, backend=backend) * 2, y
+
+    compiled = torch.compile(step, fullgraph=True)
+    with torch.no_grad():
+        for _ in range(5):
+            found, wanted = compiled(state, positions, x, *token), step(other, others, x, *token)
+            assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip((*state, *positions), (*other, *others), strict=True))
+
+
 def test_small_masses_add_up_and_angles_do_not_drift():
     """One key far above 2^18 others, token by token, against the closed form."""
     gaps, theta = torch.tensor([14.0, 17.0, 18.0, 19.0]), torch.tensor([[1.0, 0.01, 0.3, 1e-4]])

@@ -64,11 +64,17 @@ def run(scan, inputs, grad):
 
 
 def test_two_runs_give_the_same_bits_and_checkpoints_and_compiled_graphs_too():
-    inputs, grad = leaves(2, 1000, 192)
-    first = run(toeplitz_scan, inputs, grad)
-    compiled = torch.compile(lambda *x: toeplitz_scan(*x) * 1.0, fullgraph=False)
-    for scan in (toeplitz_scan, lambda *x: checkpoint(toeplitz_scan, *x, use_reentrant=False), compiled):
-        assert all(torch.equal(one, two) for one, two in zip(first, run(scan, inputs, grad), strict=True))
+    for cuts in (None, torch.tensor([0, 70, 70, 1000])):
+        inputs, grad = leaves(2 if cuts is None else 1, 1000, 192)
+
+        def call(*x, cuts=cuts):
+            y, state = toeplitz_scan(*x, cu_seqlens=cuts, bidirectional=True, return_state=True)
+            return y * 1.0 + 0.0 * state.hidden.sum().to(y.dtype)
+
+        first = run(call, inputs, grad)
+        compiled = torch.compile(call, fullgraph=True)
+        for scan in (call, lambda *x, call=call: checkpoint(call, *x, use_reentrant=False), compiled):
+            assert all(torch.equal(one, two) for one, two in zip(first, run(scan, inputs, grad), strict=True))
 
 
 @pytest.mark.parametrize(("batch", "tokens", "channels"), [(8, 2048, 1024), (1, 16384, 1024), (8, 2048, 2560)])

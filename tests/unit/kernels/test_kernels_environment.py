@@ -35,8 +35,6 @@ def chosen() -> list[str]:
 def test_all_of_them_obey(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(companions, "unsupported_device", lambda *_: None)
     monkeypatch.setattr(scan, "_unsupported", lambda *_: None)
-    for module in ("triton_toeplitz", "triton_decode"):
-        monkeypatch.setattr(companions.kernels(module), "unsupported", lambda *_: None)
     monkeypatch.delenv("LIGHTNET_KERNELS", raising=False)
     assert chosen() == ["triton"] * 4
     checks._only_torch.cache_clear()

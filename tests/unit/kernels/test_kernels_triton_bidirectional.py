@@ -5,7 +5,7 @@ TRITON_INTERPRET must be set before triton is imported: the table runs in a proc
 
 import pytest
 import torch
-from lightnet_kernels import ScanState, additive_scan
+from lightnet_kernels import ScanState, additive_scan, recorded
 
 pytest.importorskip("triton")
 from . import bidirectional_table as table
@@ -128,6 +128,28 @@ def test_states(theta, options):
     sequences = 3 if "cu_seqlens" in options else 1
     state = table.started(sequences, 1, 24, 20, theta)
     table.check(make(1, 75, 1, 24, 20, theta=theta), FP32, "cpu", state=state, **options)
+
+
+@inside
+@pytest.mark.parametrize("kind", ["alone", "mask", "state"])
+def test_recorded_with_segments(kind):
+    """Repeated, or simply run, for any number of segments."""
+    theta = torch.rand(1, 8).requires_grad_()
+    mask = torch.arange(70)[None] % 5 > 0 if kind == "mask" else None
+
+    def call(x, bounds):
+        found = additive_scan(
+            x, x * 2, x + 1, theta=theta, cu_seqlens=bounds, key_mask=mask, causal=False, return_state=kind == "state",
+            backend="triton",
+        )  # fmt: skip
+        return found[0] * found[1].sum.mean() if kind == "state" else found * 2
+
+    for bounds in ([0, 30, 70], [0, 30, 70], [0, 1, 9, 9, 70], [0, 70]):
+        x, cuts = torch.randn(1, 70, 1, 8, requires_grad=True), torch.tensor(bounds)
+        results = []
+        for y in (call(x, cuts), recorded(call, [x], [theta], [cuts], f"segments, {kind}")):
+            results.append([y, *torch.autograd.grad(y.square().sum(), [x, theta])])
+        assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
 @inside

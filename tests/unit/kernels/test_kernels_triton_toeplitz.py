@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightnet_kernels import ToeplitzState, toeplitz_scan
+from lightnet_kernels import ToeplitzState, recorded, toeplitz_scan
 
 pytest.importorskip("triton")
 from .interpreter import INSIDE, inside, outside, run_inside
@@ -116,6 +116,22 @@ def test_nothing_in_nothing_out(batch, tokens):
 
 
 @inside
+def test_recorded_with_segments():
+    """Not repeated for another number of segments, on which the states' shapes depend."""
+    decay, gain = (torch.rand(2, 3).requires_grad_() for _ in range(2))
+
+    def call(x, bounds):
+        return toeplitz_scan(x, decay, gain, cu_seqlens=bounds, bidirectional=True, backend="triton") * 2
+
+    for bounds in ([0, 30, 70], [0, 30, 70], [0, 1, 9, 9, 70], [0, 70]):
+        x, cuts = torch.randn(1, 70, 2, requires_grad=True), torch.tensor(bounds)
+        results = []
+        for y in (call(x, cuts), recorded(call, [x], [decay, gain], [cuts], "segments")):
+            results.append([y, *torch.autograd.grad(y.square().sum(), [x, decay, gain])])
+        assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+@inside
 def test_operator_contract():
     """Schema, fake kernels and autograd registration, as torch.compile relies on them."""
     from lightnet_kernels.triton_toeplitz import toeplitz_rows
@@ -124,5 +140,5 @@ def test_operator_contract():
     decay, gain = (torch.rand(2, 3).requires_grad_() for _ in range(2))
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for start, last in ((initial, True), (None, False)):
-        arguments = (x, decay, gain, start, [0, 30, 70], False, True, last)
+        arguments = (x, decay, gain, start, torch.tensor([0, 30, 70]), False, True, last)
         torch.library.opcheck(toeplitz_rows.node, arguments, test_utils=checks)
