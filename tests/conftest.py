@@ -19,9 +19,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a script's `make test &`: programs under test would inherit deafness
+    # A script's `make test &`: programs under test would inherit deafness.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Ranks:

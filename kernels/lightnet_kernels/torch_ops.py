@@ -17,6 +17,13 @@ from .composed import composed
 from .state import ScanState, shift_state
 
 WHERE = "Tensor? cu_seqlens, Tensor? key_mask"
+OPTIONS = (
+    "theta",
+    "coordinates",
+    "decay",
+    "cu_seqlens",
+    "key_mask",
+)  # tensors of a bidirectional scan beside the three
 
 
 def causal_scan(
@@ -91,35 +98,21 @@ def bidirectional_scan(
     key: Tensor,
     value: Tensor,
     *,
-    activation: bool,
-    theta: Tensor | None,
-    coordinates: Tensor | None,
-    decay: Tensor | None,
-    cu_seqlens: Tensor | None,
-    key_mask: Tensor | None,
     combine: Callable[[ScanState], ScanState],
+    **options: Any,
 ) -> tuple[Tensor, ScanState]:
     """See `torch_scan.bidirectional_scan`."""
-    if cu_seqlens is None and key_mask is None:  # shapes decide
-        return torch_scan.bidirectional_scan(
-            query,
-            key,
-            value,
-            activation=activation,
-            theta=theta,
-            coordinates=coordinates,
-            decay=decay,
-            cu_seqlens=None,
-            key_mask=None,
-            combine=combine,
-        )
-    given = (query, key, value, theta, coordinates, decay, cu_seqlens, key_mask)
-    output, *parts = _bidirectional_op(*given, None, None, activation)
+    if options["cu_seqlens"] is None and options["key_mask"] is None:  # shapes decide
+        return torch_scan.bidirectional_scan(query, key, value, combine=combine, **options)
+    given = query, key, value, *(options[name] for name in OPTIONS)
+    output, *parts = _bidirectional_op(*given, None, None, options["activation"])
     local = ScanState(*parts)
     whole = combine(local)
     if whole.kv is not local.kv:
-        output = _bidirectional_op(*given, whole.sum, whole.kv, activation)[0]
-    return output, whole if coordinates is not None else shift_state(whole, local.length, theta)
+        output = _bidirectional_op(*given, whole.sum, whole.kv, options["activation"])[0]
+    if options["coordinates"] is None:
+        whole = shift_state(whole, local.length, options["theta"])
+    return output, whole
 
 
 def _bidirectional(

@@ -59,7 +59,7 @@ def _run_forward(query, key, value, theta, initial_max, initial_sum, initial_kv,
         query, key, value, None if theta is None else theta.contiguous(),
         _group(initial_max, initial_sum, initial_kv), bounds, silu, return_state,
     )  # fmt: skip
-    runs = [functools.partial(triton_scan.forward, *arguments, chained) for chained in (False, True)]
+    runs = [functools.partial(triton_scan.forward, *arguments, spans) for spans in (False, True)]
     compiled_together(("forward", *_case(query, value, *arguments[3:5], silu, return_state)), query.device, *runs)
     output, state, found = triton_scan.forward(*arguments)
     return output, *(state or (None,) * 3), *found
@@ -114,7 +114,7 @@ def _run_gradients(
     )  # fmt: skip
     one, _, other = apart(query, key, value)
     case = (key is None, *_case(one, other, *arguments[2:4], silu, final is None))
-    runs = [functools.partial(triton_scan_grads.backward, *arguments, chained) for chained in (False, True)]
+    runs = [functools.partial(triton_scan_grads.backward, *arguments, spans) for spans in (False, True)]
     compiled_together(("backward", *case), query.device, *runs)
     return triton_scan_grads.backward(*arguments)
 

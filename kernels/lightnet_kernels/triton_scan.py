@@ -32,15 +32,26 @@ from .triton_tables import Tables, tables
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def tables_of(query: Tensor, shape: Shape, bounds: tuple[int, ...] | None, forward: bool = False) -> Tables:
-    """How the tokens of a call are cut. forward: for a forward pass that no rank shares, which is another cut where CUDA kernels
-    do it: spans into pieces, and with LRPE into as many chains as the card has multiprocessors, not twice as many."""
+def tables_of(
+    query: Tensor, shape: Shape, bounds: tuple[int, ...] | None, forward: bool = False, compiled_for: bool | None = None
+) -> Tables:
+    """How the tokens of a call are cut.
+
+    Args:
+        forward: for a forward pass that no rank shares, which is another cut where CUDA kernels do it: spans into pieces, and
+            with LRPE into as many chains as the card has multiprocessors, not twice as many.
+        compiled_for: where nothing is launched, whether as if sequences had several spans. They count as one, of one
+            piece, so that this takes no memory which the call itself would not.
+    """
     chains, sums = shape.heads * shape.chains, shape.heads * shape.sums
     if shape.cuda and not forward:
         sums = 0
     elif shape.alone:
         chains *= 2
-    return tables(query.shape[0], query.shape[1], bounds, BLOCK, chains, sums, query.device, shape.cuda)
+    table = tables(query.shape[0], query.shape[1], bounds, BLOCK, chains, sums, query.device, shape.cuda)
+    if compiled_for is None:
+        return table
+    return table._replace(chained=compiled_for, pieces=table.pieces[:1], lengths=table.lengths[:1])
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -267,14 +278,12 @@ def forward(
     bounds: tuple[int, ...] | None,
     silu: bool,
     return_state: bool,
-    chained: bool | None = None,
+    compiled_for: bool | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...] | None, Blocks]:
     """Output [B, N, H, Dv], contiguous; if asked for, the state's max, sum and kv; and what the backward pass needs.
-    chained: where kernels are only compiled, whether as if sequences had several spans."""
+    compiled_for: see `tables_of`."""
     shape = shape_of(query, value, theta, silu)
-    table = tables_of(query, shape, bounds, forward=True)
-    if chained is not None:
-        table = table._replace(chained=chained)
+    table = tables_of(query, shape, bounds, forward=True, compiled_for=compiled_for)
     query, key, value = rows_of(query), rows_of(key), rows_of(value)
     output = torch.empty_like(value, memory_format=torch.contiguous_format)
     final = None

@@ -175,15 +175,13 @@ def backward(
     silu: bool,
     found: Blocks,
     final: StateGrads | None,
-    chained: bool | None = None,
+    compiled_for: bool | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of query, key, value as they are given (see `packed`), of theta, and of the initial state's sum and kv.
-    chained: see `triton_scan.forward`."""
+    compiled_for: see `triton_scan.tables_of`."""
     query, key, value = apart(*given)
     shape = shape_of(query, value, theta, silu)
-    table = tables_of(query, shape, bounds)
-    if chained is not None:
-        table = table._replace(chained=chained)
+    table = tables_of(query, shape, bounds, compiled_for=compiled_for)
     query, key, value, grad = rows_of(query), rows_of(key), rows_of(value), rows_of(grad)
     heads, device, sequences = shape.heads, query.device, table.lengths.shape[0]
     new = torch.zeros if not table.blocks.shape[0] or not heads else torch.empty

@@ -90,9 +90,8 @@ def no_card_needed(card: int = HOPPER) -> list[str]:
         return kernel
 
     JITFunction.run = compile_only  # type: ignore[method-assign]
-    triton_launch._local.together = triton_launch._Together(
-        ThreadPoolExecutor(1), [], {}
-    )  # what is "launched" is compiled, too
+    # What is "launched" is compiled, too.
+    triton_launch._local.together = triton_launch._Together(ThreadPoolExecutor(1), [], {})
     return names
 
 

@@ -1,0 +1,88 @@
+"""What a call compiles that earlier ones of the same heads and widths have not: counted where there is no card, nothing compiled.
+
+python -m tests.unit.kernels.recompiled      a line of JSON a call: its case, batch, tokens, and names of kernels
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from .compiled import back, drawn, no_card_needed
+
+SHAPES = [(2, 256), (1, 37), (3, 320), (1, 321), (1, 1), (1, 4160), (5, 777), (1, 9001)]
+
+
+def causal(heads: int, width: int, cuda: bool) -> Any:
+    from lightnet_kernels import additive_scan, cuda_chains
+
+    def call(batch: int, tokens: int) -> None:
+        cuda_chains.runs = lambda *_: cuda  # type: ignore[assignment]
+        parts, theta = [drawn(batch, tokens, heads, width) for _ in range(3)], torch.rand(heads, width).requires_grad_()
+        back(additive_scan(*parts, theta=theta, activation="silu", backend="triton"))
+
+    return call
+
+
+def companions(batch: int, tokens: int) -> None:
+    from lightnet_kernels import gated_norm, norm, swiglu, toeplitz_scan
+
+    options: dict[str, Any] = {"kind": "rms", "eps": 1e-5, "backend": "triton"}
+    rows = batch * tokens + 15  # fewer rows than a tile has are a smaller tile
+    scale = torch.rand(256).requires_grad_()
+    back(
+        norm(drawn(rows, 256), scale, **options),
+        gated_norm(drawn(rows, 2, 128), drawn(rows, 2, 128), scale.view(2, 128), **options),
+        swiglu(drawn(rows, 256), drawn(rows, 256), backend="triton"),
+        toeplitz_scan(
+            drawn(batch, tokens, 64), *(torch.rand(64, 16).requires_grad_() for _ in range(2)), backend="triton"
+        ),
+    )
+
+
+def main() -> int:
+    no_card_needed()
+    from lightnet_kernels import cuda_launch, triton_ops
+    from triton.runtime import JITFunction
+
+    made: list[str] = []
+
+    def note(self: Any, key: Any, _signature: Any, device: Any, *_: Any) -> Any:
+        made.append(self.fn.__name__)
+        kernel = self.device_caches[device][0][key] = SimpleNamespace(metadata=SimpleNamespace(shared=0))
+        return kernel
+
+    JITFunction._do_compile = note  # type: ignore[method-assign]
+    cuda_launch.launch = lambda name, files, constants, *_: known(constants)
+
+    def known(constants: dict[str, int]) -> None:
+        if constants not in chains:
+            chains.append(constants)
+            made.append("causal_chain")
+
+    def together(key: Any, _device: Any, *runs: Any) -> None:
+        if key not in met:
+            met.append(key)
+            for run in runs:
+                run()
+
+    chains: list[dict[str, int]] = []
+    met: list[Any] = []
+    triton_ops.compiled_together = together
+    cases: dict[str, Any] = {f"causal, {heads} heads, CUDA": causal(heads, 128, True) for heads in (16, 8, 6)}
+    cases |= {"causal, 72": causal(16, 72, False), "companions": companions}
+    for case, call in cases.items():
+        chains.clear()
+        for batch, tokens in SHAPES:
+            made.clear()
+            call(batch, tokens)
+            print(json.dumps([case, batch, tokens, sorted(made)]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())
