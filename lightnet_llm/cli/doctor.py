@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
@@ -217,10 +216,9 @@ def _backends(devices: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             if not good and name != "triton":  # "auto" fails with it wherever it is the one that training takes
                 problems.append(f"scan, backend {name} on {place}: {outcome}; run the tests in tests/unit/kernels")
     if "triton" not in results:
-        here = importlib.util.find_spec("triton") is not None
-        results["triton"] = dict.fromkeys(
-            places, "this Triton is not one the kernels know" if here else "triton is not installed"
-        )
+        from lightnet_kernels.companions import without_triton
+
+        results["triton"] = dict.fromkeys(places, without_triton().removeprefix("machines "))
     return results, problems
 
 
