@@ -9,8 +9,9 @@ Ours: the training engine (DeepSpeed ZeRO-1, bf16, AdamW) on 16,384 tokens a ste
 ``-packed`` with documents of 700 tokens in the mean, cut anew in each micro-batch, ``-long`` as one sequence; after six steps the
 median of 20 that nothing waits for, and of three more under a profiler kernels by kind, and where the device pauses. ``start``:
 from ``lightnet train`` of the 379M preset to its first step's line in the log, part by part, with empty caches of kernels. Peers,
-with weights in bf16 and fused AdamW: Hugging Face's Llama with SDPA, the same compiled, and flash-linear-attention's LightNet, which tunes itself for
-minutes first; as large as ours within 1 %. Every job is a process of its own, with --seconds of time, peers --peer-seconds.
+with weights in bf16 and fused AdamW: Hugging Face's Llama with SDPA, the same compiled, and flash-linear-attention's LightNet,
+which tunes itself for minutes first; as large as ours within 1 %. Every job is a process of its own, with --seconds of time,
+peers --peer-seconds.
 Exit 1 where a job failed, or on an H100 where a bar is missed.
 """
 
