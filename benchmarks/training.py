@@ -1,6 +1,6 @@
 """Training steps measured: tokens a second of the presets, what a step consists of, and the time to the first one; peers beside.
 
-    python benchmarks/training.py --output benchmarks/training-CARD-DATE.json        one GPU, some four minutes
+    python benchmarks/training.py --output benchmarks/training-CARD-DATE.json        one GPU, some six minutes
     python benchmarks/training.py --only 379m 379m-packed start
     python benchmarks/training.py --only 379m --peers llama llama-compiled fla       peers of equal size, in the same call
     python benchmarks/training.py --smoke                                            tiny, on a CPU if need be
@@ -54,11 +54,14 @@ class Case:
 
 CASES = {
     "150m": Case("pile_150m", 8, 280_000),
+    "150m-packed": Case("pile_150m", 8, 280_000, packed=True),
     "379m": Case("pile_379m", 8, 150_000),
     "379m-packed": Case("pile_379m", 8, 150_000, packed=True),
     "379m-long": Case("pile_379m", 1, length=TOKENS),
     "1b": Case("pile_1b", 8, 72_000),
+    "1b-packed": Case("pile_1b", 8, 72_000, packed=True),
     "2.9b": Case("pile_2.9b", 2, 20_000),  # fits 80 GB without computing activations again
+    "2.9b-packed": Case("pile_2.9b", 2, 20_000, packed=True),
 }
 PEERS = ("llama", "llama-compiled", "fla")
 

@@ -5,6 +5,7 @@ python docs/make_layouts.py
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from lightnet_llm.config import load_config
@@ -13,15 +14,15 @@ from lightnet_llm.plan.hardware import load_hardware
 
 PAGE = Path(__file__).with_name("parallel.md")
 BEGIN, END = "<!-- made by docs/make_layouts.py -->\n", "<!-- end -->\n"
-CASES = [("pile_1b", 2048), ("pile_2.9b", 2048), ("pile_379m", 32_768), ("pile_2.9b", 32_768), ("pile_379m", 262_144),
-         ("pile_2.9b", 1_048_576)]  # fmt: skip
-GPUS, CARD, OTHERS = (2, 4), "h200", 3
+CASES = [("pile_150m", 2048), ("pile_379m", 2048), ("pile_1b", 2048), ("pile_2.9b", 2048), ("pile_379m", 32_768),
+         ("pile_2.9b", 32_768), ("pile_379m", 262_144), ("pile_2.9b", 1_048_576)]  # fmt: skip
+GPUS, CARDS, OTHERS = (2, 4), ("h100", "h200"), 3
 
 
-def cell(name: str, length: int, gpus: int) -> str:
+def cell(name: str, length: int, gpus: int, card: str) -> str:
     """The recommended layout, its tokens/s, and how much longer the next others in other sizes take."""
     long = [f"data.sequence_length={length}", "train.global_batch=8"] if length != 2048 else []
-    found = planner.find(load_config(name, long), gpus, load_hardware(CARD))
+    found = planner.find(load_config(name, long), gpus, load_hardware(card))
     assert found is not None
     if not found.fitting:
         return "none fits"
@@ -43,10 +44,10 @@ def named(row: Row) -> str:
 
 def table() -> str:
     """Markdown."""
-    lines = ["| model | tokens a row | two GPUs | four GPUs |", "|---|---|---|---|"]
-    for name, length in CASES:
-        cells = " | ".join(cell(name, length, gpus) for gpus in GPUS)
-        lines.append(f"| `{name}` | {length:,} | {cells} |")
+    lines = ["| model | tokens a row | card | two GPUs | four GPUs |", "|---|---|---|---|---|"]
+    for (name, length), card in itertools.product(CASES, CARDS):
+        cells = " | ".join(cell(name, length, gpus, card) for gpus in GPUS)
+        lines.append(f"| `{name}` | {length:,} | {card} | {cells} |")
     return "\n".join(lines) + "\n"
 
 

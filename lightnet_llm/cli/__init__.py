@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import click
+from click.exceptions import NoArgsIsHelpError
 
 from ..errors import UserError
 
@@ -26,6 +30,18 @@ VERBS = {
 }
 
 
+@contextmanager
+def _usage_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except NoArgsIsHelpError:  # no mistake
+        raise
+    except click.UsageError as error:
+        where = f"; {error.ctx.command_path} --help tells what it takes" if error.ctx else ""
+        click.echo(f"error: {error.format_message().rstrip('.')}{where}", err=True)
+        sys.exit(error.exit_code)
+
+
 class _Verbs(click.Group):
     """Imports a verb only when it runs, so that ``lightnet --help`` is quick; user errors become one line."""
 
@@ -41,11 +57,16 @@ class _Verbs(click.Group):
         with formatter.section("Verbs"):
             formatter.write_dl(list(VERBS.items()))
 
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        with _usage_in_one_line():
+            return super().make_context(*arguments, **options)
+
     def invoke(self, ctx: click.Context) -> object:
         from lightnet_data.errors import DataError
 
         try:
-            return super().invoke(ctx)
+            with _usage_in_one_line():
+                return super().invoke(ctx)
         except (UserError, DataError) as error:
             click.echo(f"error: {error}", err=True)
             sys.exit(1)

@@ -33,9 +33,7 @@ from ..errors import UserError
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
-    default=Path("calibration.json"),
-    show_default=True,
-    help="With --calibrate: the file to write.",
+    help="With --calibrate: the file to write. [default: calibration.json]",
 )
 def plan(
     config: str | None,
@@ -48,12 +46,16 @@ def plan(
     plot: Path | None,
     figures: Path | None,
     calibrate: bool,
-    output: Path,
+    output: Path | None,
 ) -> None:
     """Plan CONFIG (a YAML file or a preset's name) with key=value overrides: memory, step time, layout. No GPU is needed."""
     if calibrate:
-        _calibrate(config, gpus, output)
+        _calibrate(config, gpus, output or Path("calibration.json"))
         return
+    if output is not None:
+        raise UserError(
+            f"--output {output}: that is the file of --calibrate; a plan goes to standard output (--json), pictures to --plot"
+        )
     if price is not None and not math.isfinite(price):
         raise UserError(f"--price {price}: not a price; give a number, such as 2.5")
     if config is None:
@@ -67,8 +69,11 @@ def plan(
     chosen = hardware.load_hardware(card or (names[0] if len(names) == 1 else "h100"), figures)
     world = gpus or loaded.launch.nodes * loaded.launch.gpus_per_node
     found = planner.plan(loaded, world, chosen)
-    fewer = scaling.enough(found, chosen)
-    points = scaling.scaling(loaded, world, chosen) if plot is not None else None
+    problem = found.none_fits
+    if problem is not None and not (every_row or as_json):
+        raise UserError(problem)
+    fewer = scaling.enough(found, chosen) if problem is None else None
+    points = scaling.scaling(found, chosen) if plot is not None else None
     if plot is not None and points is not None:
         title = f"{loaded.train.name} on {chosen.card}, predicted"
         scaling.draw(points, title, plot)
@@ -77,9 +82,13 @@ def plan(
         if points is not None:
             answer["scaling"] = {same: [asdict(point) for point in series] for same, series in points.items()}
         click.echo(json.dumps(answer, indent=2))
+    else:
+        for line in report.lines(found, (config, *overrides), price, every_row):
+            click.echo(line)
+    if problem is not None:  # what there is has been shown
+        raise UserError(problem)
+    if as_json:
         return
-    for line in report.lines(found, (config, *overrides), price, every_row):
-        click.echo(line)
     if fewer is not None:
         click.echo(
             f"{world} GPUs are no faster than {fewer.gpus}: {fewer.gpus} make {fewer.tokens_per_second:,.0f} tokens/s as "

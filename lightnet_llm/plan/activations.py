@@ -112,6 +112,10 @@ class Kept:
     def __mul__(self, times: int) -> Kept:
         return Kept(self.activations * times, self.states * times)
 
+    def part(self, numerator: int, denominator: int) -> Kept:
+        """A share, rounded up."""
+        return Kept(*(-(-size * numerator // denominator) for size in (self.activations, self.states)))
+
     @property
     def total(self) -> int:
         """Both."""
@@ -174,6 +178,15 @@ def _scan(work: Work) -> Kept:
     )
     tables = 16 * work.length * features if model.lrpe else 0
     return Kept(each * work.tokens * features + tables + angles, work.rows * heads * rows * width * 4 + received)
+
+
+def largest_tensor(work: Work) -> int:
+    """Of those that every block makes anew: an inner one of the gated linear unit, query, or the scan's states of all blocks."""
+    model, states = work.model, 0
+    if work.fused and model.causal:
+        rows = 2 * model.head_width if model.lrpe else model.head_width
+        states = work.rows * -(-work.length // BLOCK) * rows * work.features * work.element
+    return max(states, work.tokens * max(work.glu, work.features) * work.element)
 
 
 def recomputed(work: Work) -> Kept:

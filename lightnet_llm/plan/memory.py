@@ -29,6 +29,8 @@ from .hardware import Hardware
 
 # Of ZeRO-3: elements gathered at most before more are, and a distance to the next use within which they stay. DeepSpeed's.
 LIVE = REUSE = 1_000_000_000
+# Gaps, in largest tensors, that the allocator has and cannot use at the peak: tensors of gigabytes do not fit where others were.
+GAPS = 3
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Sizes:
         self.block, self.again = activations.block(work), activations.recomputed(work)
         self.embedding, self.head = activations.embedding(work), activations.head(work)
         self.loss, self.passing = activations.loss_peak(work), activations.backward_peak(work)
+        self.largest = activations.largest_tensor(work)
 
 
 class Part:
@@ -133,6 +136,7 @@ class Part:
         self.in_flight = 2 if config.parallel.sequence_exchange_dtype == "bf16" else 4
         zero = deepspeed_config(config, 1)["zero_optimization"]
         self.bucket = _elements(zero, "reduce_bucket_size", 500_000_000)
+        self.buckets = 2 if zero.get("overlap_comm") and self.zero < 3 else 1  # one fills while the other is sent
         self.block_elements = block_elements(config)
         self.ahead, self.live, self.reuse = (
             _elements(zero, f"stage3_{name}" if f"stage3_{name}" in zero else name, usual)
@@ -199,19 +203,31 @@ class Part:
         if self.zero == 3:  # those of a block, in float32, are there until it is through; then copies of a bucket's
             narrow, tied = 4 * self.block_elements + work.element * self.bucket, 4 // work.element * tied
         lasting = self._communication(work)
+        buckets = self._buckets(work)
+        # ZeRO-2's part of the gradients lasts from the first reduction of a step's first micro-batch to the update.
+        late = self.gradients if self.zero == 2 and accumulation == 1 else 0
         # (place, kept, loss, passing, gradients beside the lasting ones, communication)
         places = [
             ("the backward pass of its first block", rest + block + embedding, 0,
-             passing + (vocabulary if self.first else 0), narrow + tied, lasting),
-            ("the reduction of gradients", Kept(0, 0), 0, 0, self._part(), lasting),
+             passing + (vocabulary if self.first else 0), narrow + tied, lasting + buckets),
+            ("the reduction of gradients", Kept(0, 0), 0, 0, self._part(), lasting + buckets),
         ]  # fmt: skip
         if self.blocks:
-            places.append(("the backward pass of its last block", all_kept + again, 0, passing, narrow + tied, lasting))
-        if self.last:
-            places.append(("the loss", all_kept, sizes.loss, 0, 0, lasting))
+            full = (
+                self.bucket // self.block_elements if late else 0
+            )  # blocks that are through when a bucket is sent first
+            where = "the backward pass of its last block"
+            if full:
+                places.append((where, all_kept + again, 0, passing, narrow + tied - late, lasting + buckets))
+                where = "the first reduction of gradients"
+            left = rest + one.part(max(0, len(self.blocks) - full), len(self.blocks))
+            places.append((where, left + again, 0, passing, narrow + tied, lasting + buckets))
+        if self.last:  # between two micro-batches DeepSpeed gives a bucket back
+            places.append(("the loss", all_kept, sizes.loss, 0, -late, lasting + (buckets if self.zero == 3 else 0)))
         where, kept, loss, through, more, sent = max(places, key=lambda p: p[1].total + sum(p[2:]))
         moving = kept.total + loss + through + more + sent
-        reserve = hardware.context_bytes + int(hardware.fragmentation * moving)
+        gaps = GAPS * sizes.largest if self.blocks else 0
+        reserve = hardware.context_bytes + int(hardware.fragmentation * moving) + gaps
         return Memory(
             self.weights, self.gradients + more, self.optimizer, kept.activations, kept.states, loss, through, sent,
             reserve, where,
@@ -224,15 +240,19 @@ class Part:
         return 4 * self.trained // self.ranks if copies else 0
 
     def _communication(self, work: Work) -> int:
-        """Buffers of the whole step."""
+        """Of the whole step: payloads of pipeline stages, gathered parameters."""
         total = 0
         if self.choice.pipeline > 1:  # what is being sent, and a gradient that arrived
             total += 3 * work.residual
-        if self.zero == 2 or (self.zero == 1 and not self.bf16):
-            total += self.bucket * work.element
-        if self.zero == 3:  # a bucket of gradients for each dtype that they are sent in
-            total += 4 * self.gathered() + self.bucket * (6 if self.bf16 else 4)
+        if self.zero == 3:
+            total += 4 * self.gathered()
         return total
+
+    def _buckets(self, work: Work) -> int:
+        """Gradients on their way, during the backward pass; those of ZeRO-3 stay."""
+        if self.zero == 3:  # one for each dtype that they are sent in
+            return self.bucket * (6 if self.bf16 else 4)
+        return self.buckets * self.bucket * work.element if self.zero == 2 or (self.zero == 1 and not self.bf16) else 0
 
     def gathered(self) -> int:
         """Parameters that ZeRO-3 has whole when the forward pass ends; in float32, whatever they are sent and computed in.

@@ -18,6 +18,7 @@ from .hardware import Hardware
 from .memory import Parts, with_choice
 from .rows import CLOSE, Row, row_of
 
+BETWEEN = 32  # numbers of cards that are tried below a doubling
 ALIKE = 1.02  # step times that differ by less are taken as equal, and the simpler layout is preferred
 
 
@@ -52,7 +53,7 @@ class Plan:
             UserError: none fits; names the limit.
         """
         if not self.fitting:
-            raise UserError(self._none_fits())
+            raise UserError(str(self.none_fits))
         return min(
             (row for row in self.roomy if row.time.total <= ALIKE * self.roomy[0].time.total),
             key=lambda row: row.simplicity,
@@ -78,12 +79,15 @@ class Plan:
         train = self.config.train
         return None if train.tokens or train.steps else train.hours
 
+    @property
+    def budget(self) -> int:
+        """Tokens of the run; 0 where it has hours alone."""
+        train = self.config.train
+        return train.tokens or (train.steps or 0) * train.global_batch * self.config.data.sequence_length
+
     def tokens(self, row: Row) -> int:
         """Budget of the run, or what a layout comes to in its hours."""
-        train, hours = self.config.train, self.hours
-        if hours is not None:
-            return int(3600 * hours * self.tokens_per_second(row))
-        return train.tokens or (train.steps or 0) * train.global_batch * self.config.data.sequence_length
+        return self.budget if self.hours is None else int(3600 * self.hours * self.tokens_per_second(row))
 
     def days(self, row: Row) -> float:
         """To the end of the budget, without saving and validation."""
@@ -118,7 +122,9 @@ class Plan:
         other = others[0]
         more = other.time.total / row.time.total - 1
         what, seconds = max(_differences(row, other).items(), key=lambda item: item[1], default=("", 0.0))
-        why = f", most of it {what} (+{seconds:.2g} s)" if seconds > 0 and more > 0 else ""
+        slower = other.time.total - row.time.total
+        why = f", most of it {what} (+{seconds:.2g} s)" if 0 < seconds <= slower else ""
+        why = f" ({what} +{seconds:.2g} s, less of others)" if seconds > slower > 0 else why
         longer = (
             f"{100 * more:.1f} % longer{why}"
             if more >= 5e-4
@@ -128,15 +134,35 @@ class Plan:
         )
         return f"{start}, {row.time.total:.3g} s; {other.name()}, the next in other sizes, takes {longer}."
 
-    def _none_fits(self) -> str:
+    @cached_property
+    def none_fits(self) -> str | None:
+        """Why no layout does and what would help, in one line; None where one fits."""
+        if self.fitting:
+            return None
         least = min(self.rows, key=lambda row: row.memory.total)
         text = f"no layout of this run fits {self.world} x {self.hardware.key}: the smallest, {least.name()}, {least.refused}"
-        parts = Parts(self.config)
-        for times in (2, 4, 8, 16, 32, 64):
-            more = find(self.config, self.world * times, self.hardware, parts)
-            if more is not None and more.fitting:
-                return f"{text}; it fits from --gpus {self.world * times} on, as {more.recommended.name()}"
+        more = self._fewest()
+        if more is not None:
+            return f"{text}; it fits on {more.world} (--gpus {more.world}), as {more.recommended.name()}"
         return f"{text}; use a smaller data.sequence_length or a card with more memory"
+
+    def _fewest(self) -> Plan | None:
+        """The plan on the next larger number of cards that one fits, of several hosts in whole ones; None up to 64 times."""
+        parts = Parts(self.config)
+
+        def fits(world: int) -> Plan | None:
+            found = find(self.config, world, self.hardware, parts)
+            return found if found is not None and found.fitting else None
+
+        low = self.world
+        for high in (self.world * 2**power for power in range(1, 7)):
+            found = fits(high)
+            if found is not None:
+                step = 1 if high <= self.hardware.per_node else self.hardware.per_node
+                between = range((low // step + 1) * step, high, step)[:BETWEEN]
+                return next((one for one in map(fits, between) if one is not None), found)
+            low = high
+        return None
 
 
 def find(
@@ -177,14 +203,15 @@ def find(
 
 
 def plan(config: RunConfig, world: int, hardware: Hardware) -> Plan:
-    """As :func:`find`.
+    """As :func:`find`; see :attr:`Plan.none_fits`.
 
     Raises:
-        UserError: no layout is legal, or none fits.
+        UserError: no layout is legal.
     """
     if config.model.head not in ("causal_lm", "masked_lm"):
         raise UserError(
-            f"model.head: {config.model.head}: lightnet plan knows the memory and time of head: causal_lm and masked_lm"
+            f"model.head: {config.model.head}: lightnet plan knows the memory and time of causal_lm and masked_lm alone; start "
+            "the run with train.stop_at_step=20: its metrics tell both"
         )
     zero = config.deepspeed.get("zero_optimization")
     for key in ("offload_optimizer", "offload_param"):
@@ -199,7 +226,6 @@ def plan(config: RunConfig, world: int, hardware: Hardware) -> Plan:
     if found is None:
         legal_layout(config, world)
         raise AssertionError("a legal layout was not found")
-    _ = found.recommended
     return found
 
 

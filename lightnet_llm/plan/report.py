@@ -12,17 +12,21 @@ from .planner import Plan
 from .rows import CLOSE, GIB, Row
 
 SHOWN = 12
+FORMAT = 1  # of the JSON: raised when a field changes its meaning or goes
 GB = 1e9
 
 
 def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
-    """Everything that is known, for programs. Bytes, seconds, days; ``cost`` in the price's currency."""
-    hardware, recommended = plan.hardware, plan.recommended
+    """Everything that is known, for programs; docs/plan.md says what its fields are. Where no layout fits ``recommended`` is
+    None, and ``problem`` says why."""
+    hardware = plan.hardware
+    recommended = plan.recommended if plan.fitting else None
     return {
+        "format": FORMAT,
         "name": plan.config.train.name,
         "parameters": plan.model_parameters,
         "precision": plan.config.train.precision,
-        "tokens": plan.tokens(recommended),
+        "tokens": plan.tokens(recommended) if recommended is not None else plan.budget or None,
         "hours": plan.hours,
         "tokens_per_step": plan.config.train.global_batch * plan.config.data.sequence_length,
         "gpus": plan.world,
@@ -35,7 +39,10 @@ def as_dict(plan: Plan, price: float | None = None) -> dict[str, Any]:
         },
         "price": price,
         "layouts": [_row(plan, row, price) for row in plan.rows],
-        "recommended": {
+        "problem": plan.none_fits,
+        "recommended": None
+        if recommended is None
+        else {
             **_row(plan, recommended, price),
             "reason": plan.reason(),
             "overrides": plan.overrides(recommended),
@@ -102,8 +109,10 @@ def lines(
         given: CONFIG and overrides of the command line, to which the recommendation's are added.
         every_row: list the layouts that do not fit, too.
     """
-    hardware, config, best = plan.hardware, plan.config, plan.recommended
-    budget = f"{plan.tokens(best):,} tokens" if plan.hours is None else f"{plan.hours:g} hours"
+    hardware, config = plan.hardware, plan.config
+    best = plan.recommended if plan.fitting else None
+    tokens = plan.budget if best is None else plan.tokens(best)
+    budget = f"{tokens:,} tokens" if plan.hours is None else f"{plan.hours:g} hours"
     found = [
         f"{config.train.name}: {plan.model_parameters:,} parameters, {config.train.precision}, "
         f"{config.train.global_batch} x {config.data.sequence_length:,} tokens a step, {budget}, on "
@@ -111,17 +120,8 @@ def lines(
         "",
         *_table(plan, price, every_row),
         "",
-        f"recommended: {plan.reason()}",
-        f"  {command(plan, best, given)}",
-        *([f"  in {plan.hours:g} hours: {plan.tokens(best):,} tokens"] if plan.hours is not None else []),
-        f"  memory of a card, {_stage(best)}GiB: {_kinds(best)}, together {best.memory.total / GIB:.1f} of "
-        f"{hardware.memory_bytes / GIB:.1f}; peak in {best.memory.peak}",
-        f"  a step, s: {_times(best)}",
+        *(_recommendation(plan, best, given) if best is not None else []),
     ]
-    for one in best.moved:
-        found.append(
-            f"  {one.axis}: {one.bytes / GB:.3g} GB a card and step over {one.link}, {one.calls} messages, {one.seconds:.3g} s"
-        )
     own = plan.configured
     if own is None:
         found.append(f"as configured: refused: {plan.problem}")
@@ -135,6 +135,23 @@ def lines(
         )
     if hardware.assumed:
         found.append(f"assumed, not measured on this card: {', '.join(hardware.assumed)}; lightnet plan --calibrate")
+    return found
+
+
+def _recommendation(plan: Plan, best: Row, given: Sequence[str] | None) -> list[str]:
+    """The layout to take: why, the command, where its memory and time go."""
+    found = [
+        f"recommended: {plan.reason()}",
+        f"  {command(plan, best, given)}",
+        *([f"  in {plan.hours:g} hours: {plan.tokens(best):,} tokens"] if plan.hours is not None else []),
+        f"  memory of a card, {_stage(best)}GiB: {_kinds(best)}, together {best.memory.total / GIB:.1f} of "
+        f"{plan.hardware.memory_bytes / GIB:.1f}; peak in {best.memory.peak}",
+        f"  a step, s: {_times(best)}",
+    ]
+    for one in best.moved:
+        found.append(
+            f"  {one.axis}: {one.bytes / GB:.3g} GB a card and step over {one.link}, {one.calls} messages, {one.seconds:.3g} s"
+        )
     return found
 
 

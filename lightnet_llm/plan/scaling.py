@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.run import RunConfig
 from ..errors import UserError
 from ..parallel.legality import Choice
 from ..report.charts import PALETTE
@@ -45,14 +44,19 @@ def check_output(path: Path) -> None:
         raise UserError(f"--plot {path}: {path.parent} is not a folder; make it first")
 
 
-def _drawn(config: RunConfig, hardware: Hardware) -> Callable[[Choice], bool]:
-    """Layouts that keep a tensor-parallel group inside a host, with the run's own sequence parallelism and ZeRO stage, or 1."""
-    own = config.parallel
-    cards = min(config.launch.gpus_per_node, hardware.per_node)
+def _drawn(plan: Plan, hardware: Hardware) -> Callable[[Choice], bool]:
+    """Layouts that keep a tensor-parallel group inside a host, with sequence parallelism and the ZeRO stage of the run or of
+    the layout that is recommended for it, or with ZeRO 1."""
+    own = plan.config.parallel
+    cards = min(plan.config.launch.gpus_per_node, hardware.per_node)
+    sequences: set[int] = {own.sequence}
+    stages: set[int] = {1, own.zero_stage}
+    if plan.fitting:
+        sequences.add(plan.recommended.choice.sequence)
+        stages.add(plan.recommended.choice.zero_stage)
 
     def wanted(choice: Choice) -> bool:
-        same = choice.sequence == own.sequence and choice.zero_stage in {1, own.zero_stage}
-        return same and cards % choice.tensor == 0
+        return choice.sequence in sequences and choice.zero_stage in stages and cards % choice.tensor == 0
 
     return wanted
 
@@ -66,7 +70,7 @@ def enough(plan: Plan, hardware: Hardware) -> Point | None:
         hardware: whole, where the plan's has hosts of as many cards as the plan can use.
     """
     config, parts = plan.config, Parts(plan.config)
-    wanted = _drawn(config, hardware)
+    wanted = _drawn(plan, hardware)
     for gpus in (2**power for power in range((plan.world - 1).bit_length())):
         point = _point(find(config, gpus, hardware, parts, wanted))
         if point is not None and point.tokens_per_second * ALIKE >= plan.tokens_per_second(plan.recommended):
@@ -74,21 +78,31 @@ def enough(plan: Plan, hardware: Hardware) -> Point | None:
     return None
 
 
-def scaling(config: RunConfig, world: int, hardware: Hardware) -> dict[str, list[Point]]:
-    """Points by what stays the same: ``batch`` (the run's own), and ``batch a card``, of the best of :func:`_drawn`'s layouts."""
-    train, wanted = config.train, _drawn(config, hardware)
-    parts = Parts(config)
-    budget = train.tokens or (train.steps or 0) * train.global_batch * config.data.sequence_length
+def scaling(plan: Plan, hardware: Hardware) -> dict[str, list[Point]]:
+    """Points by what stays the same: ``batch`` (the run's own), and ``batch a card`` (as the plan's number of cards has it;
+    none where that is less than a sample), of the best of :func:`_drawn`'s layouts; of the plan's own number of cards, its own.
+
+    Args:
+        hardware: as in :func:`enough`.
+    """
+    config, world, train = plan.config, plan.world, plan.config.train
+    wanted, parts = _drawn(plan, hardware), Parts(config)
+    own, each = _point(plan), train.global_batch // world
     found: dict[str, list[Point]] = {"batch": [], "batch a card": []}
     for gpus in sorted({2**power for power in range(MOST.bit_length()) if 2**power <= MOST} | {world}):
-        point = _point(find(config, gpus, hardware, parts, wanted))
+        point = own if gpus == world else _point(find(config, gpus, hardware, parts, wanted))
         if point:
             found["batch"].append(point)
-        if train.global_batch * gpus % world:
+        if not each or train.global_batch * gpus % world:
             continue
-        batch = {"global_batch": train.global_batch * gpus // world, "batch_ramp": [], "tokens": budget, "steps": None}
+        batch = {
+            "global_batch": train.global_batch * gpus // world,
+            "batch_ramp": [],
+            "tokens": plan.budget,
+            "steps": None,
+        }
         grown = config.model_copy(update={"train": train.model_copy(update=batch)})
-        point = _point(find(grown, gpus, hardware, parts, wanted))
+        point = own if gpus == world else _point(find(grown, gpus, hardware, parts, wanted))
         if point:
             found["batch a card"].append(point)
     return found
@@ -109,6 +123,8 @@ def draw(points: dict[str, list[Point]], title: str, path: Path) -> None:
     figure = Figure(figsize=(9.0, 3.8), layout="constrained")
     rate, share = figure.subplots(1, 2)
     for color, (same, series) in zip(PALETTE, points.items(), strict=False):
+        if not series:
+            continue
         gpus = [point.gpus for point in series]
         rate.plot(
             gpus, [p.tokens_per_second for p in series], "o-", color=color, markersize=3, label=f"the same {same}"
