@@ -10,8 +10,9 @@ GLUE := --data data/sentences --rates 1e-3 --batch 32 --seeds 2
 # So few samples that eight tables of them take minutes of a laptop; with as many training images beside them.
 FEW := --per-class 15 --steps 20
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+GPU_TESTS ?= 8
 
-.PHONY: help install demo fashion-mnist emoji image-peers pixels sentences latents mini-pile eval-data test test-full test-system parity lint types check clean
+.PHONY: help install demo fashion-mnist emoji image-peers pixels sentences latents mini-pile eval-data test test-full test-gpu test-system parity lint types check clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -92,6 +93,12 @@ test: install  ## what needs no GPU, no root and no network (some 20 minutes on 
 test-full: install mini-pile eval-data  ## everything that is slow, too, on fetched data; leaves tests/logs/test-full.log
 	@mkdir -p tests/logs
 	{ date -u +%F; $(BIN)/python --version; $(PYTEST) -m "not system and not gpu" --timeout 1200; } 2>&1 | tee tests/logs/test-full.log
+
+test-gpu: install  ## on the GPUs of this machine, as many tests at a time as GPU_TESTS says; leaves tests/logs/test-gpu.log
+	@mkdir -p tests/logs
+	{ date -u +%F; nvidia-smi -L; $(BIN)/python --version; failed=0; \
+	  $(PYTEST) -m "gpu and not whole_card" -n $(GPU_TESTS) || failed=1; $(PYTEST) -m "gpu and whole_card" || failed=1; \
+	  exit $$failed; } 2>&1 | tee tests/logs/test-gpu.log
 
 test-system: install  ## what needs root, iproute2 and Debian (pdsh, sshd, Slurm and chromium are fetched, not installed); leaves a log
 	@mkdir -p tests/logs

@@ -5,7 +5,11 @@ import pytest
 import torch
 from lightnet_kernels import add_norm, additive_scan, gated_norm, norm, swiglu, toeplitz_scan
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.whole_card,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 pytest.importorskip("triton")
 
 LAST = 2  # rows that are looked at

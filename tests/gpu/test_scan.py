@@ -200,6 +200,7 @@ def needs_75_gb():
         pytest.skip(f"needs 75 GB of free device memory, there are {free / 1e9:.0f}")
 
 
+@pytest.mark.whole_card
 @pytest.mark.parametrize("packed", [False, True])
 def test_more_than_2_31_elements(packed):
     """4.3 GB a tensor. Rows with LRPE, segments without."""
@@ -207,6 +208,7 @@ def test_more_than_2_31_elements(packed):
     assert copies_agree(9, 456 * 256, 16, 128, packed, theta=not packed) > 2**31
 
 
+@pytest.mark.whole_card
 def test_one_sequence_of_more_than_2_31_elements():
     """Tokens whose rows lie beyond 2^31 elements from their sequence's first. Its last tokens hold almost all of the
     mass, so that they alone, without the first million, give the last outputs and the query's gradients."""
