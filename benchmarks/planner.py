@@ -9,9 +9,9 @@
 
 Each case is a few steps of the training engine on bytes of Python's standard library, in processes of its own; as many
 at a time as there are cards for. Memory is the highest of `torch.cuda.max_memory_allocated` over the ranks, held
-against the prediction without its reserve; time is the median of 20 steps after the first six, which nothing waits
-for, and what a step consists of on the device is kept beside it. `--against` adds what was predicted and committed
-before. Cases marked * are those of which that is asked.
+against the prediction without its reserve; time is the median of 20 steps (fewer where one takes more than a second and
+a half) after the first six, which nothing waits for, and what a step consists of on the device is kept beside it.
+`--against` adds what was predicted and committed before. Cases marked * are those of which that is asked.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from threading import Lock
 from typing import Any
 
 from jobs import facts, run_job, side_by_side  # benchmarks/jobs.py, beside this file
-from steps import run_engine
+from steps import PROFILED, run_engine
 
-WARM, STEPS, SECONDS = 6, 20, 110
+WARM, STEPS, FEWEST = 6, 20, 8
+STEADY = 30.0  # seconds of timed steps that are enough: steps of more than a second and a half are timed less often
+START = 90.0  # seconds in which a job is at its first step
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,21 @@ def predict(case: Case, figures: Path | None, gpu: str) -> dict[str, Any]:
     }
 
 
-def measure(case: Case, cards: list[int]) -> dict[str, Any]:
-    """Run a case on these cards; what was measured, or {"failed": why}."""
-    request = {"preset": case.preset, "overrides": case.overrides(), "warm": WARM, "steps": STEPS, "profile": True}
-    return run_job(run_engine, request, cards, SECONDS)
+def measure(case: Case, cards: list[int], seconds: float = 0.0) -> dict[str, Any]:
+    """Run a case, whose step is said to take so many seconds, on these cards; what was measured, or {"failed": why}."""
+    steps = min(STEPS, max(FEWEST, int(STEADY / seconds))) if seconds else STEPS
+    request = {"preset": case.preset, "overrides": case.overrides(), "warm": WARM, "steps": steps, "profile": True}
+    return run_job(run_engine, request, cards, START + 3 * seconds * (WARM + steps + PROFILED))
+
+
+def card_here(others: str = "h100") -> str:
+    """Name of this machine's kind of card among the planner's; of ``others`` where it has none that is known."""
+    import torch
+
+    from lightnet_llm.plan.hardware import cards, load_hardware
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((key for key in cards() if load_hardware(key).card == name), others)
 
 
 def run(arguments: argparse.Namespace, cases: dict[str, Case]) -> int:
@@ -125,11 +138,12 @@ def run(arguments: argparse.Namespace, cases: dict[str, Case]) -> int:
 
     def one(name: str, cards: list[int]) -> None:
         case = cases[name]
-        measured = measure(case, cards)
+        predicted = predict(case, arguments.figures, gpu)
+        measured = measure(case, cards, predicted["step_seconds"])
         with writing:
             kept[name] = {
                 "case": vars(case) | {"more": list(case.more)},
-                "predicted": predict(case, arguments.figures, gpu),
+                "predicted": predicted,
                 "before": before.get(name),
                 "measured": measured,
             }
@@ -178,12 +192,13 @@ def main() -> int:
     parser.add_argument("part", choices=["predict", "run"])
     parser.add_argument("--only", nargs="+", metavar="CASE")
     parser.add_argument("--ranks", nargs="+", type=int, metavar="N", help="only cases of so many ranks")
-    parser.add_argument("--gpu", default="h100", help="card to predict for")
+    parser.add_argument("--gpu", help="card to predict for (this machine's; elsewhere h100)")
     parser.add_argument("--figures", type=Path, help="file of lightnet plan --calibrate")
     parser.add_argument("--against", type=Path, help="file of an earlier predict")
     parser.add_argument("--smoke", action="store_true", help="two tiny cases")
     parser.add_argument("--output", type=Path, metavar="FILE")
     arguments = parser.parse_args()
+    arguments.gpu = arguments.gpu or card_here()
     cases = SMOKE if arguments.smoke else CASES
     unknown = [name for name in arguments.only or [] if name not in cases]
     if unknown:

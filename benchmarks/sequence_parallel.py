@@ -140,7 +140,9 @@ def rank_main(request: dict[str, Any]) -> dict[str, Any]:
 
 def keep(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """What is known so far: a run that is killed leaves it."""
-    if getattr(arguments, "output", None):
+    if getattr(arguments, "kept", None):
+        arguments.kept(rows)
+    elif getattr(arguments, "output", None):
         found = {**facts(), "kind": arguments.kind, "rows": rows}
         arguments.output.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -182,28 +184,51 @@ def weak(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+class Unclear(Exception):
+    """A length neither trained nor ran out of memory, or time is up."""
+
+
 def longest(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Longer and longer sequences on one card (or on --ranks) until one does not fit, to a sixteenth of the last step."""
+    """Longer and longer sequences on one card (or on --ranks) until one does not fit, to a sixteenth of the last step.
+
+    What it finds is a row of its own, the last: ``longest``, and ``too_long``, the least that ran out of memory; each None
+    where that is not known when the search ends, which ``failed`` then explains.
+    """
     rows: list[dict[str, Any]] = []
-    ranks = arguments.ranks[0]
+    ranks, began = arguments.ranks[0], time.monotonic()
+    found: dict[str, Any] = {"ranks": ranks, "longest": None, "too_long": None}
 
     def fits(tokens: int) -> bool:
-        rows.append(job(arguments, tokens, ranks, 2, arguments.seconds))
+        left = arguments.limit - (time.monotonic() - began)
+        if left < min(60.0, arguments.seconds):
+            raise Unclear(f"time is up before {tokens:,} tokens")
+        rows.append(job(arguments, tokens, ranks, 2, min(arguments.seconds, left)))
         keep(arguments, rows)
         show(rows[-1])
-        return "failed" not in rows[-1]
+        why = rows[-1].get("failed")
+        if why not in (None, "out of memory"):
+            raise Unclear(f"{tokens:,} tokens: {why}")
+        found["too_long" if why else "longest"] = tokens
+        return why is None
 
     size = (arguments.tokens or [524288])[0]
-    if fits(size):
-        while fits(2 * size):
-            size *= 2
-        low, high = size, 2 * size
-    else:
-        low, high = 0, size
-    while high - low > max(size // 8, 1):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    print(f"longest on {ranks} cards: {low:,} tokens ({high:,} do not fit)", flush=True)
+    try:
+        if fits(size):
+            while fits(2 * size):
+                size *= 2
+            low, high = size, 2 * size
+        else:
+            low, high = 0, size
+        while high - low > max(size // 8, 1):
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+    except Unclear as error:
+        found["failed"] = str(error)
+        print(f"the search ends: {error}", flush=True)
+    shown = {key: "not known" if found[key] is None else f"{found[key]:,} tokens" for key in ("longest", "too_long")}
+    print(f"longest on {ranks} cards: {shown['longest']}; does not fit: {shown['too_long']}", flush=True)
+    rows.append(found)
+    keep(arguments, rows)
     return rows
 
 
@@ -248,6 +273,9 @@ def main() -> int:
     parser.add_argument("--preset", default="lm/pile_379m")
     parser.add_argument("--override", nargs="*", default=[], help="further key=value")
     parser.add_argument("--seconds", type=float, default=400, help="limit of one job")
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, help="seconds in which the search for the longest ends"
+    )
     parser.add_argument("--output", type=Path, help="JSON file")
     arguments = parser.parse_args()
     arguments.ranks = arguments.ranks or {"weak": [1, 2], "equal": [1, 2], "train": [2]}.get(arguments.kind, [1])
@@ -256,7 +284,7 @@ def main() -> int:
     arguments.warm_up = arguments.warm_up or (0 if arguments.kind == "equal" else 1)
     rows = {"weak": weak, "longest": longest, "train": train, "equal": equal}[arguments.kind](arguments)
     keep(arguments, rows)  # with the comparisons that follow
-    return int(any("failed" in row for row in rows) and arguments.kind != "longest")
+    return int(any("failed" in row for row in (rows[-1:] if arguments.kind == "longest" else rows)))
 
 
 if __name__ == "__main__":

@@ -84,7 +84,8 @@ class Ranks:
             self.requests.flush()
         found = codes.result()
         if any(found):
-            assert plant is None or time.monotonic() - began < 60, f"{plant}: took more than a minute"
+            planted = plant not in (None, "check_shards")  # which is no fault, so that the run may fail at any time
+            assert not planted or time.monotonic() - began < 60, f"{plant}: took more than a minute"
             assert not (left := _left_behind(log)), f"{plant}: processes {left} are left"
         return found
 
