@@ -16,7 +16,7 @@ PAGE = Path(__file__).with_name("parallel.md")
 BEGIN, END = "<!-- made by docs/make_layouts.py -->\n", "<!-- end -->\n"
 CASES = [("pile_150m", 2048), ("pile_379m", 2048), ("pile_1b", 2048), ("pile_2.9b", 2048), ("pile_379m", 32_768),
          ("pile_2.9b", 32_768), ("pile_379m", 262_144), ("pile_2.9b", 1_048_576)]  # fmt: skip
-GPUS, CARDS, OTHERS = (2, 4), ("h100", "h200"), 3
+GPUS, CARDS, OTHERS = (2, 4, 8), ("h100", "h200"), 2
 
 
 def cell(name: str, length: int, gpus: int, card: str) -> str:
@@ -44,7 +44,7 @@ def named(row: Row) -> str:
 
 def table() -> str:
     """Markdown."""
-    lines = ["| model | tokens a row | card | two GPUs | four GPUs |", "|---|---|---|---|---|"]
+    lines = ["| model | tokens a row | card | two GPUs | four GPUs | eight GPUs |", "|---|---|---|---|---|---|"]
     for (name, length), card in itertools.product(CASES, CARDS):
         cells = " | ".join(cell(name, length, gpus, card) for gpus in GPUS)
         lines.append(f"| `{name}` | {length:,} | {card} | {cells} |")

@@ -102,18 +102,22 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor | None, batch: int, tokens: i
     """The boundaries as a list, checked: starts at 0, never falls, ends at N."""
     if cu_seqlens is None:
         return None
-    global _last
-    if _last is not None and _last[0]() is cu_seqlens and _last[1:4] == (cu_seqlens._version, batch, tokens):
-        python_looks()
-        return _last[4]
+    global _met
+    met = _met
+    for one in met:
+        if one[0]() is cu_seqlens and one[1:4] == (cu_seqlens._version, batch, tokens):
+            python_looks()
+            return one[4]
     bounds = _checked(name, cu_seqlens, batch, tokens)
     if not cu_seqlens.is_inference():
-        _last = weakref.ref(cu_seqlens), cu_seqlens._version, batch, tokens, bounds
+        _met = ((weakref.ref(cu_seqlens), cu_seqlens._version, batch, tokens, bounds), *met[: MET - 1])
     return bounds
 
 
-# tolist() waits for the device, checks take time where documents are many, and all layers of a model share one tensor.
-_last: tuple[Any, int, int, int, list[int]] | None = None
+# tolist() waits for the device, checks take time where documents are many, and all layers of a model share one tensor; of a
+# pipeline's micro-batches several are under way. Replaced whole, as autograd's threads look at it too.
+MET = 8
+_met: tuple[tuple[Any, int, int, int, list[int]], ...] = ()
 
 
 def _checked(name: str, cu_seqlens: Tensor, batch: int, tokens: int) -> list[int]:

@@ -151,7 +151,8 @@ def fill_units(
     stretches = parts(table.longest, stretch)
     tops = totals = None
     if stretches > 1 or only_compiled():
-        tops, totals = (torch.empty(sequences, shape.heads, shape.D, STRETCHES, device=key.device) for _ in range(2))
+        rows = sequences if stretches > 1 else 1
+        tops, totals = (torch.empty(rows, shape.heads, shape.D, STRETCHES, device=key.device) for _ in range(2))
         launch(kernels.stretch_totals, (sequences, shape.heads, slices * (stretches - 1)))(
             table.block_ranges, leave, mass, tops, totals, shape.heads, stretch, D=shape.D, SLICES=slices, MOST=STRETCHES,
             **UNITS,

@@ -32,7 +32,7 @@ def toeplitz(x):
 CASES = {  # how many inputs, the shape of a row, what is called
     "norm": (1, (1024,), lambda x: norm(x, weight(1024), **OPTIONS)),
     "norm of an odd width": (1, (1023,), lambda x: norm(x, weight(1023), **OPTIONS)),
-    "norm by rows": (1, (1152,), lambda x: norm(x, weight(1152), **OPTIONS)),
+    "norm by rows": (1, (1152,), lambda x: norm(x, weight(1152).bfloat16(), **OPTIONS)),
     "residual and norm": (2, (1024,), lambda x, y: sum(add_norm(x, y, weight(1024), **OPTIONS))),
     "gated norm": (2, (8, 128), lambda x, gate: gated_norm(x, gate, weight(8, 128), **OPTIONS)),
     "swiglu": (2, (1024,), lambda gate, up: swiglu(gate, up, backend="triton")),
@@ -43,13 +43,19 @@ CASES = {  # how many inputs, the shape of a row, what is called
 }
 
 
+@pytest.fixture(autouse=True)
+def empty_cache():
+    yield
+    torch.cuda.empty_cache()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_last_rows(case):
     inputs, row, call = CASES[case]
     elements = torch.Size(row).numel()
     rows = 2**31 // elements + 5
     torch.cuda.empty_cache()
-    needed = (3 * inputs + 3) * 2 * rows * elements  # inputs, gradients, what is in between
+    needed = (4 * inputs + 4) * 2 * rows * elements  # inputs, gradients, what is in between
     if torch.cuda.mem_get_info()[0] < needed:
         pytest.skip(f"needs {needed / 1e9:.0f} GB of free device memory")
     generator = torch.Generator("cuda").manual_seed(0)
@@ -67,4 +73,6 @@ def test_last_rows(case):
     found = run(leaves, grad)
     for one, other in zip(found, wanted, strict=True):
         assert torch.isfinite(one[::997].float().sum())
-        assert (one[-LAST:].float() - other.float()).norm() <= 5e-3 * other.float().norm()
+        # Bidirectional scans of few rows are cut otherwise: two bf16 results, each within 5e-3 of the exact one.
+        bound = 1e-2 if call is bidirectional else 5e-3
+        assert (one[-LAST:].float() - other.float()).norm() <= bound * other.float().norm()
