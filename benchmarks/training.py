@@ -10,8 +10,8 @@ Ours: the training engine (DeepSpeed ZeRO-1, bf16, AdamW) on 16,384 tokens a ste
 median of 20 that nothing waits for, and of three more under a profiler kernels by kind, and where the device pauses. ``start``:
 from ``lightnet train`` of the 379M preset to its first step's line in the log, part by part, with empty caches of kernels. Peers,
 with weights in bf16 and fused AdamW: Hugging Face's Llama with SDPA, the same compiled, and flash-linear-attention's LightNet,
-which tunes itself for minutes first; as large as ours within 1 %. Every job is a process of its own, with --seconds of time,
-peers --peer-seconds.
+which tunes itself first, its candidates compiled in threads; as large as ours within 1 %. Every job is
+a process of its own, with --seconds of time, peers --peer-seconds.
 Exit 1 where a job failed, or on an H100 where a bar is missed.
 """
 
@@ -87,6 +87,10 @@ def peer_main(request: dict[str, Any]) -> dict[str, Any]:
     config, device = load_config(request["preset"], request["overrides"]), prepare_backend()
     cuda, rows, length = device.type == "cuda", config.train.global_batch, config.data.sequence_length
     if request["peer"] == "fla":
+        if cuda:
+            from lightnet_kernels.bench.tuned import compile_candidates_together
+
+            compile_candidates_together()
         model: Any = fla_lightnet(config, request["parameters"]).to(device, torch.bfloat16)
     else:
         model = llama(config, request["parameters"], length, device, torch.bfloat16)

@@ -3,7 +3,7 @@
 sdpa          PyTorch's flash attention. It is given [B, H, N, D], its own layout.
 fla-lightnet  flash-linear-attention's LightNet path: SiLU, its gate, chunk_gla. It has no LRPE: cases with LRPE are
               run without.
-fla-gla       only its chunk_gla, on keys and gates made beforehand.
+fla-gla       only its chunk_gla, on keys and gates made beforehand. Candidates of its tuners are compiled in threads.
 eager         bidirectional: one scan in plain PyTorch, softmax over tokens and two products. Causal: the PyTorch
               backend of this package.
 """
@@ -28,6 +28,7 @@ from ..scan import additive_scan
 from .cases import Inputs, ScanCase, make_inputs
 from .children import packed, run_child, unpacked
 from .measure import Clock, peak_extra
+from .tuned import compile_candidates_together
 
 Peer = tuple[Callable[[], Tensor], list[Tensor], Tensor]  # the call, its leaves, its upstream gradient
 
@@ -105,6 +106,8 @@ def _gate(key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fla(case: ScanCase, inputs: Inputs, whole: bool) -> Peer:
+    if inputs.grad.is_cuda:
+        compile_candidates_together()
     chunk_gla = importlib.import_module("fla.ops.gla").chunk_gla
     query, key, value = (_leaf(inputs.leaves[name]) for name in ("query", "key", "value"))
     if whole:
