@@ -80,7 +80,7 @@ def test_infinite_gradient_of_a_finite_loss(stage: int, ranks: Ranks, tiny: Path
     "overrides",
     [
         pytest.param([], id="1"),
-        pytest.param(["parallel.zero_stage=0"], id="0"),
+        pytest.param(["parallel.zero_stage=0"], id="0", marks=SLOW),
         pytest.param(["parallel.pipeline=2"], id="pp2", marks=SLOW),
         # Verdicts are heard a step late where nothing is reported.
         pytest.param([BF16, "logging.interval=7"], id="bf16"),

@@ -16,11 +16,11 @@ from tests.unit.inference import toy
 
 TASKS, SLOW = ["piqa", "sciq", "arc_easy"], pytest.mark.slow
 CASES = [
-    ("pp2", []),
     ("tp2 pp2", ["model.tie_embeddings=false"]),
     *(
         pytest.param(*case, marks=SLOW)
         for case in (
+            ("pp2", []),
             ("z1", []),
             ("dp2 z1", []),
             ("dp2 z3", []),

@@ -29,8 +29,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "pp2": (2, ["parallel.pipeline=2"]),
     "tp2_pp2_dp2": (8, ["parallel.tensor=2", "parallel.pipeline=2", "parallel.recompute_every=1"]),
 }
-QUICK = [("classifier", name) for name in ("micro8", "dp2", "dp4_zero3", "tp2", "sp2", "pp2")]
-QUICK += [("denoiser", name) for name in ("micro8", "dp2", "dp4_zero3", "tp2", "sp2")] + [
+QUICK = [("classifier", name) for name in ("micro8", "dp2", "sp2", "pp2")]
+QUICK += [("denoiser", name) for name in ("micro8", "dp2", "dp4_zero3", "tp2")] + [
     ("adaln", "sp2"),
     ("encoded", "sp2"),
 ]

@@ -18,7 +18,9 @@ def baselines(ranks: Ranks, tiny: Path, tmp_path_factory: pytest.TempPathFactory
     return Matrix(ranks, tiny, tmp_path_factory.mktemp("baselines"))
 
 
-ZERO_3 = [Case(data=2, zero=3, precision="bf16"), Case(sequence=2, zero=3, precision="bf16")]
+ZERO_3 = [
+    pytest.param(Case(data=2, zero=3, precision="bf16"), marks=SLOW), Case(sequence=2, zero=3, precision="bf16")
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [*QUICK, *ZERO_3], ids=lambda case: case.name)

@@ -77,8 +77,12 @@ def test_the_step_time_while_saving_is_reported(ranks: Ranks, tiny: Path, tmp_pa
     assert all(row["checkpoint"]["pause_seconds"] > 0 for row in rows if "checkpoint" in row)
 
 
-@pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("plant", ["fail_second_save_on_rank_one", "limit_files_on_rank_one"])
+@pytest.mark.parametrize(
+    ("plant", "later"),
+    [("fail_second_save_on_rank_one", True), ("limit_files_on_rank_one", False),
+     pytest.param("fail_second_save_on_rank_one", False, marks=pytest.mark.slow),
+     pytest.param("limit_files_on_rank_one", True, marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_a_full_disk_leaves_the_one_before(
     plant: str, later: bool, ranks: Ranks, tiny: Path, tmp_path: Path, two_ranks: dict[int, tuple[Any, ...]]
 ) -> None:

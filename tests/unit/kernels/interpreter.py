@@ -29,9 +29,10 @@ def run_inside(file: str, *options: str) -> None:
     """Run a file's tests again, those marked `inside` too; they must pass.
 
     Args:
-        options: of pytest.
+        options: of pytest; without -m slow ones are left out.
     """
     pytest.importorskip("triton")
+    options = options if "-m" in options else ("-m", "not slow", *options)
     arguments = ["-q", "-p", "no:cacheprovider", *options, file]
     done = FORKS.run("tests.unit.kernels.interpreter:main", *arguments, timeout=280)
     assert done.code == 0, done.output[-4000:]

@@ -24,6 +24,12 @@ def test_table_under_the_interpreter(which):
     run_inside(__file__, "-x", "-k", which)
 
 
+@outside
+@pytest.mark.slow
+def test_the_rest_of_it():
+    run_inside(__file__, "-m", "slow")
+
+
 @pytest.fixture(autouse=True)
 def launched(monkeypatch, tmp_path_factory):
     """(backward, LRPE, sums) of the kernels that ran: of both passes, in each test."""
@@ -85,7 +91,7 @@ def test_segments(theta):
 
 @inside
 @pytest.mark.parametrize("theta", [True, False])
-@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("pieces", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_spans(theta, pieces, launched, monkeypatch):
     """A sequence cut into spans, whose chains begin with what their pieces find; keys climb; the last block is short."""
     monkeypatch.setattr(triton_tables, "pieces_of", lambda *_: pieces)
@@ -97,7 +103,10 @@ def test_spans(theta, pieces, launched, monkeypatch):
 
 
 @inside
-@pytest.mark.parametrize(("theta", "warps", "grouped"), [(True, 8, True), (True, 4, False), (False, 4, True)])
+@pytest.mark.parametrize(
+    ("theta", "warps", "grouped"),
+    [(True, 8, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(True, 4, False), (False, 4, True)])],
+)
 def test_warps(theta, warps, grouped, monkeypatch):
     """Chains and sums by tiles of 16 or 8 features a warp, and by four warps together; keys climb, so that units leave blocks
     otherwise than they enter."""

@@ -27,6 +27,12 @@ def test_table_under_the_interpreter():
     run_inside(__file__)
 
 
+@outside
+@pytest.mark.slow
+def test_the_rest_of_it():
+    run_inside(__file__, "-m", "slow")
+
+
 @pytest.mark.skipif(INSIDE, reason="the interpreter takes CPU tensors")
 def test_refusals_name_a_way_out():
     inputs = {name: x.float() for name, x in make(1, 3, 1, 8, 8).items()}
@@ -190,9 +196,9 @@ def test_spans(theta, short_spans):
     ("theta", "sums"),
     [
         (True, {"tile": 32, "stacked": False}),
-        (True, {"tile": 64, "stacked": False}),
-        (True, {"tile": 32, "stacked": True}),
-        (True, {"tile": 16, "features": 128, "stacked": True}),
+        pytest.param(True, {"tile": 64, "stacked": False}, marks=pytest.mark.slow),
+        pytest.param(True, {"tile": 32, "stacked": True}, marks=pytest.mark.slow),
+        pytest.param(True, {"tile": 16, "features": 128, "stacked": True}, marks=pytest.mark.slow),
         (False, {"tile": 32, "values": 64}),
     ],
     ids=str,
