@@ -30,10 +30,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2_pp2_dp2": (8, ["parallel.tensor=2", "parallel.pipeline=2", "parallel.recompute_every=1"]),
 }
 QUICK = [("classifier", name) for name in ("micro8", "dp2", "sp2", "pp2")]
-QUICK += [("denoiser", name) for name in ("micro8", "dp2", "dp4_zero3", "tp2")] + [
-    ("adaln", "sp2"),
-    ("encoded", "sp2"),
-]
+QUICK += [("denoiser", name) for name in ("micro8", "dp2", "dp4_zero3", "tp2")] + [("adaln", "sp2")]
 HEADS: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "classifier": (images.write_classifier, []),
     "denoiser": (images.write_denoiser, []),

@@ -27,7 +27,7 @@ CASES = {
 DROPOUT = ["model.dropout=0.2"]
 
 
-SLOW = ("zero1_dp2", "tp2_token_shards", "bf16_zero3", "bf16_pp2")
+SLOW = ("zero1_dp2", "zero2_dp2", "tp2_token_shards", "bf16_zero3", "bf16_pp2")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
