@@ -213,23 +213,23 @@ class Part:
             ("the reduction of gradients", Kept(0, 0), 0, 0, self._part(), lasting + buckets),
         ]  # fmt: skip
         if self.blocks:
-            full = (
+            through = (
                 self.bucket // self.block_elements if late else 0
-            )  # blocks that are through when a bucket is sent first
-            where = "the backward pass of its last block"
-            if full:
-                places.append((where, all_kept + again, 0, passing, narrow + tied - late, lasting + buckets))
-                where = "the first reduction of gradients"
-            left = rest + one.part(max(0, len(self.blocks) - full), len(self.blocks))
-            places.append((where, left + again, 0, passing, narrow + tied, lasting + buckets))
+            )  # blocks, when a bucket is sent for the first time
+            place = "the backward pass of its last block"
+            if through:
+                places.append((place, all_kept + again, 0, passing, narrow + tied - late, lasting + buckets))
+                place = "the first reduction of gradients"
+            left = rest + one.part(max(0, len(self.blocks) - through), len(self.blocks))
+            places.append((place, left + again, 0, passing, narrow + tied, lasting + buckets))
         if self.last:  # between two micro-batches DeepSpeed gives a bucket back
             places.append(("the loss", all_kept, sizes.loss, 0, -late, lasting + (buckets if self.zero == 3 else 0)))
-        where, kept, loss, through, more, sent = max(places, key=lambda p: p[1].total + sum(p[2:]))
-        moving = kept.total + loss + through + more + sent
+        where, kept, loss, passed, more, sent = max(places, key=lambda p: p[1].total + sum(p[2:]))
+        moving = kept.total + loss + passed + more + sent
         gaps = GAPS * sizes.largest if self.blocks else 0
         reserve = hardware.context_bytes + int(hardware.fragmentation * moving) + gaps
         return Memory(
-            self.weights, self.gradients + more, self.optimizer, kept.activations, kept.states, loss, through, sent,
+            self.weights, self.gradients + more, self.optimizer, kept.activations, kept.states, loss, passed, sent,
             reserve, where,
         )  # fmt: skip
 

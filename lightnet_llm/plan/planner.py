@@ -122,9 +122,11 @@ class Plan:
         other = others[0]
         more = other.time.total / row.time.total - 1
         what, seconds = max(_differences(row, other).items(), key=lambda item: item[1], default=("", 0.0))
-        slower = other.time.total - row.time.total
-        why = f", most of it {what} (+{seconds:.2g} s)" if 0 < seconds <= slower else ""
-        why = f" ({what} +{seconds:.2g} s, less of others)" if seconds > slower > 0 else why
+        slower, why = other.time.total - row.time.total, ""
+        if 0 < seconds <= slower:
+            why = f", most of it {what} (+{seconds:.2g} s)"
+        elif seconds > slower > 0:
+            why = f" ({what} +{seconds:.2g} s, less of others)"
         longer = (
             f"{100 * more:.1f} % longer{why}"
             if more >= 5e-4
