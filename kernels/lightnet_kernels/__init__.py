@@ -1,5 +1,6 @@
 """Kernels of LightNet: the additive scan, the Toeplitz scan of MD-TPE, their states, and the scan's companions."""
 
+from .ahead import compile_ahead
 from .decode import DecodeState, decode_state, decode_step, scan_state, toeplitz_step
 from .linear_cross_entropy import linear_cross_entropy
 from .modulation import gated_add, gated_add_norm, modulate, modulated_norm
@@ -27,6 +28,7 @@ __all__ = [
     "add_norm",
     "additive_scan",
     "backends",
+    "compile_ahead",
     "decode_state",
     "decode_step",
     "gated_add",

@@ -136,7 +136,10 @@ def recordable(x: Tensor, decided: dict[Any, Any] | None = None) -> bool:
     if torch.compiler.is_compiling() or x.device.type != GPU or type(x) not in PLAIN:
         return False
     hooks = decided is None and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    return not (only_torch() or hooks or _busy()) and kernels("triton_norms") is not None
+    if only_torch() or hooks or _busy():
+        return False
+    launches = kernels("triton_launch")
+    return launches is not None and not launches.only_compiled()
 
 
 def recorded(

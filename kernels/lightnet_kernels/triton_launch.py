@@ -2,7 +2,8 @@
 
 Triton's own launch binds forty arguments by name and looks at each anew, 50 to 100 microseconds a kernel, as long as the
 kernels of this package run. Here a kernel compiled once is found by what it was compiled for and started at once. And
-Triton compiles a kernel when it is first launched, one after the other: `compiled_together` does all of a call's at once.
+Triton compiles a kernel when it is first launched, one after the other: `compiled_together` does all of a call's at once,
+`compile_only` those of whatever is done within.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ class _Together(NamedTuple):
     """What a thread that only compiles has met so far."""
 
     pool: ThreadPoolExecutor
-    kernels: list[Any]  # Triton's, or futures of them
+    kernels: dict[Any, Any]  # Triton's, or futures of them, by what they are compiled for
     others: dict[Any, Future[Any]]
 
 
@@ -48,7 +49,7 @@ def _compiling() -> _Together | None:
 
 
 def only_compiled() -> bool:
-    """Whether this thread's launches start nothing: see `compiled_together`."""
+    """Whether this thread's launches start nothing: see `compile_only`."""
     return _compiling() is not None
 
 
@@ -66,21 +67,32 @@ def compiled_together(key: Any, device: torch.device, *runs: Callable[[], Any]) 
     if key in _together or device.type != "cuda" or knobs.runtime.interpret:
         return
     _together.add(key)
+    with compile_only(device):
+        for run in runs:
+            run()
+
+
+@contextlib.contextmanager
+def compile_only(device: torch.device) -> Iterator[None]:
+    """Within, this thread's launches start nothing; what they would have started is compiled in threads, and is there in the
+    end, also where an error ended it. Within another one it adds to that."""
+    if only_compiled():
+        yield
+        return
 
     def load(kernel: Any) -> None:
         with torch.cuda.device(device):
             (kernel.result() if hasattr(kernel, "result") else kernel)._init_handles()
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        together = _local.together = _Together(pool, [], {})
+        together = _local.together = _Together(pool, {}, {})
         try:
             with AsyncCompileMode(pool):
-                for run in runs:
-                    run()
+                yield
         finally:
             _local.together = None
             active_mode.set(None)  # where a kernel does not compile Triton leaves the mode on, with a pool that is gone
-        list(pool.map(load, together.kernels))
+        list(pool.map(load, together.kernels.values()))
         for other in together.others.values():
             other.result()
 
@@ -92,7 +104,9 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     def start(*arguments: Any, **constants: Any) -> None:
         together = _compiling()
         if together is not None:
-            together.kernels.append(kernel.warmup(*arguments, grid=grid, **constants))
+            key, *_ = _bound(kernel, arguments, constants)
+            if key not in together.kernels:  # every layer of a model asks
+                together.kernels[key] = kernel.warmup(*arguments, grid=grid, **constants)
             return
         tape = active()
         if tape is None:
@@ -104,10 +118,10 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     return start
 
 
-def _start(
-    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
-) -> tuple[Callable[..., None], tuple[int, ...], tuple[Any, ...], tuple[Any, ...] | None]:
-    """Starts the kernel and returns what would start it again: see `Tape.launched`."""
+def _bound(
+    kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> tuple[tuple[Any, ...], list[Any], torch.device]:
+    """What a kernel is compiled for, arguments as its launcher takes them, and the device."""
     device: Any = None
     values, kinds = [], []
     for x in arguments:
@@ -118,7 +132,14 @@ def _start(
         else:
             kinds.append(_small(x))
         values.append(x)
-    key = (kernel, device, *kinds, *constants.items())
+    return (kernel, device, *kinds, *constants.items()), values, device
+
+
+def _start(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> tuple[Callable[..., None], tuple[int, ...], tuple[Any, ...], tuple[Any, ...] | None]:
+    """Starts the kernel and returns what would start it again: see `Tape.launched`."""
+    key, values, device = _bound(kernel, arguments, constants)
     known = _compiled.get(key)
     if known is None or getattr(knobs.runtime.launch_enter_hook, "calls", None):  # a profiler's hooks
         compiled = kernel[grid](*arguments, **constants)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import clip_grad_norm_
+from lightnet_kernels import compile_ahead
 from torch import Tensor, nn
 
 from ..checkpoint.native import OPTIMIZER_NAMES
@@ -100,6 +101,7 @@ class Engine:
     Attributes:
         measure_groups: whether the next step measures gradient and weight norms by kind of parameter.
         group_norms: what was measured last.
+        compiled: whether the kernels are that a step needs, as far as that can be done before it.
         last_batch: the micro-batch worked on last, for a report after running out of memory.
         task: what the head adds.
         batch_checksum: of the sample ids and contents this rank read for the last step.
@@ -120,6 +122,7 @@ class Engine:
         self.config, self.groups, self.device = config, groups, device
         self.stages = stages or []
         self.measure_groups = False
+        self.compiled = False
         self.group_norms: dict[str, dict[str, float]] | None = None
         self.last_batch: Batch | None = None
         self.batch_checksum = 0
@@ -229,6 +232,14 @@ class Engine:
     def _loss(self, batch: Batch) -> Tensor:
         return self.task.loss(self.engine, batch, self.clock, self.module.training)
 
+    def _compile_once(self, batch: Batch) -> None:
+        """Before the first step, all its kernels; not where ranks exchange something within a pass."""
+        layout, first = self.groups.layout, not self.compiled
+        self.compiled = True
+        if first and layout.tensor == layout.sequence == 1 and self.zero_stage < 3:
+            model = self.module
+            compile_ahead(lambda: self.task.loss(model, batch, self.clock, True), list(model.parameters()))
+
     def _micro_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The step's micro-batches. Where not every label counts, all are read first, and the mean of their losses is made
         one over the labels of the whole step: a mean of means would weigh a label by how few others are beside it."""
@@ -273,7 +284,9 @@ class Engine:
         self._set_batch(global_batch)
         micro_batches = self.engine.gradient_accumulation_steps()
         for index, batch in enumerate(self._micro_batches(batches)):
-            loss = self._loss(self.task.to_device(batch, self.device))
+            batch = self.task.to_device(batch, self.device)
+            self._compile_once(batch)
+            loss = self._loss(batch)
             self.losses.append(loss.detach())
             self.progress.note(f"backward of micro-batch {index}")
             self.engine.set_gradient_accumulation_boundary(index == micro_batches - 1)

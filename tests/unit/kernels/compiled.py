@@ -91,7 +91,7 @@ def no_card_needed(card: int = HOPPER) -> list[str]:
 
     JITFunction.run = compile_only  # type: ignore[method-assign]
     # What is "launched" is compiled, too.
-    triton_launch._local.together = triton_launch._Together(ThreadPoolExecutor(1), [], {})
+    triton_launch._local.together = triton_launch._Together(ThreadPoolExecutor(1), {}, {})
     return names
 
 
