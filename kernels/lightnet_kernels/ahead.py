@@ -35,9 +35,12 @@ def compile_ahead(run: Callable[[], Tensor], weights: Sequence[Tensor]) -> None:
     device = wanted[0].device
     if unsupported_device("triton_norms", device.type, device.index) is not None:
         return
-    # By this thread alone: it is the one whose launches start nothing.
-    alone = torch.autograd.set_multithreading_enabled(False)
-    with contextlib.suppress(Exception), on_device(wanted[0]), alone, kernels("triton_launch").compile_only(device):
+    with (
+        contextlib.suppress(Exception),
+        on_device(wanted[0]),
+        kernels("triton_launch").compile_only(device),
+        torch.autograd.set_multithreading_enabled(False),  # it is this thread whose launches start nothing
+    ):
         torch.autograd.grad(run(), wanted, allow_unused=True)
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -238,7 +238,9 @@ class Engine:
         self.compiled = True
         if first and layout.tensor == layout.sequence == 1 and self.zero_stage < 3:
             model = self.module
+            self.progress.note("compiling kernels")
             compile_ahead(lambda: self.task.loss(model, batch, self.clock, True), list(model.parameters()))
+            self.progress.note("forward of micro-batch 0")
 
     def _micro_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The step's micro-batches. Where not every label counts, all are read first, and the mean of their losses is made

@@ -13,7 +13,7 @@ RUN = ["train.steps=4", "train.micro_batch=2", "model.dropout=0.1", "validation.
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["parallel.zero_stage=1", "parallel.recompute_every=1"],
+        ["parallel.zero_stage=1", "train.precision=bf16", "parallel.recompute_every=1"],
         ["parallel.zero_stage=2", "train.precision=bf16"],
         pytest.param(["parallel.zero_stage=0"], marks=pytest.mark.slow),
         pytest.param(["model.head=masked_lm", "model.causal=false", "model.vocab_size=252"], marks=pytest.mark.slow),
