@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compiling import constant_result
-from .triton_launch import launch
+from .triton_launch import launch, staged
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 BLOCK = 64  # tokens of a block; half as many where sums of two rotations take the registers
@@ -235,14 +235,16 @@ class Where(NamedTuple):
         if name not in ("read_pieces", "weight_grad_pieces"):
             arguments["BS"] = 32 if shape.lrpe and not shape.wide else BLOCK
         operand, precision = (tl.float32, "tf32x3") if shape.wide else (tl.bfloat16, "ieee")
+        stages = 1 if shape.wide else 3 if name == "read_pieces" and not shape.lrpe else 2
+        if name in ("piece_states", "read_grad_pieces"):
+            stages = staged(stages, tensors[0].device)
         return {
             **arguments, "D": shape.D, "V": shape.V, "FW": features, "VW": values, "BT": tokens,
             "LRPE": shape.lrpe, "AXES": 0 if self.places is None else self.places.shape[2],
             "REST": shape.lrpe and (shape.wide or self.far),
             "MASK": self.mask is not None, "TABLE": self.plan.table is not None, "OP": operand, "PREC": precision,
             "APPROX": not shape.wide and not INTERPRETED, "ALIGN": common_step(*tensors),
-            "STAGES": 1 if shape.wide else 3 if name == "read_pieces" and not shape.lrpe else 2,
-            "num_warps": self._warps(name, sum(features)),
+            "STAGES": stages, "num_warps": self._warps(name, sum(features)),
         }  # fmt: skip
 
     def _warps(self, name: str, features: int) -> int:

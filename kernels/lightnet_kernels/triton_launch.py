@@ -9,6 +9,7 @@ Triton compiles a kernel when it is first launched, one after the other: `compil
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -23,8 +24,22 @@ from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
 from .recording import active
 
+TENSOR_MEMORY = 10  # sm_100 and sm_103
+
 _NOTHING = contextlib.nullcontext()
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """The major number of a card's compute capability; 0 of a CPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+def staged(stages: int, device: torch.device) -> int:
+    """Stages of a loop that holds several sums of products and changes them by something else, too. One where products are
+    added up in tensor memory: Triton before 3.9 fails to pipeline such loops there."""
+    return 1 if architecture(device) == TENSOR_MEMORY else stages
 
 
 def _small(x: Any) -> Any:
@@ -66,16 +81,16 @@ def compiled_together(key: Any, device: torch.device, *runs: Callable[[], Any]) 
     once each without launching anything, one for every way that a call may take; what they return is not used."""
     if key in _together or device.type != "cuda" or knobs.runtime.interpret:
         return
-    _together.add(key)
     with compile_only(device):
         for run in runs:
             run()
+    _together.add(key)
 
 
 @contextlib.contextmanager
 def compile_only(device: torch.device) -> Iterator[None]:
-    """Within, this thread's launches start nothing; what they would have started is compiled in threads, and is there in the
-    end, also where an error ended it. Within another one it adds to that."""
+    """Within, this thread's launches start nothing; what they would have started is compiled in threads and loaded in the end
+    (after an error compiled alone). Within another one it adds to that."""
     if only_compiled():
         yield
         return

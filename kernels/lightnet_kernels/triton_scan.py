@@ -24,7 +24,7 @@ from . import triton_span_sums as span_kernels
 from . import triton_units as unit_kernels
 from .compiling import constant_result
 from .state import ScanState
-from .triton_launch import launch, only_compiled
+from .triton_launch import launch, only_compiled, staged
 from .triton_parts import BLOCK
 from .triton_shape import STRETCHES, UNITS, Shape, parts, shape_of
 from .triton_tables import Tables, tables
@@ -216,9 +216,12 @@ def chain_states(
         states = before, after, None, FROM
         cuda_chains.chain(key, value, table.spans, found, found.kv, initial, final, *states, units=units)
         return
+    how = shape.of("chain_states")
+    if shape.double:
+        how = {**how, "STAGES": staged(how["STAGES"], key.device)}
     launch(forward_kernels.chain_states, (table.spans.shape[0], shape.heads, shape.chains))(
         key, value, table.spans, *found.angles, found.kv, found.enter, found.leave, initial[0], final[0], before, after,
-        *strides(key, value), shape.heads, FROM=FROM, TO=after is not None, **shape.of("chain_states"),
+        *strides(key, value), shape.heads, FROM=FROM, TO=after is not None, **how,
     )  # fmt: skip
 
 

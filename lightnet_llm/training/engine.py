@@ -233,13 +233,15 @@ class Engine:
         return self.task.loss(self.engine, batch, self.clock, self.module.training)
 
     def _compile_once(self, batch: Batch) -> None:
-        """Before the first step, all its kernels; not where ranks exchange something within a pass."""
+        """Before the first step, all its kernels; not where ranks exchange something within a pass, nor where what is computed
+        decides what is done (the exact form of independent decay)."""
         layout, first = self.groups.layout, not self.compiled
         self.compiled = True
-        if first and layout.tensor == layout.sequence == 1 and self.zero_stage < 3:
-            model = self.module
+        alone = layout.tensor == layout.sequence == 1 and self.zero_stage < 3
+        if first and alone and self.config.model.decay != "independent":
+            forward = self.module.forward  # without DeepSpeed's hooks: its timers expect a forward pass to end
             self.progress.note("compiling kernels")
-            compile_ahead(lambda: self.task.loss(model, batch, self.clock, True), list(model.parameters()))
+            compile_ahead(lambda: self.task.loss(forward, batch, self.clock, True), list(self.module.parameters()))
             self.progress.note("forward of micro-batch 0")
 
     def _micro_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -178,12 +178,11 @@ class DenoiserTask(ImageTask):
             return batch["images"].float() / 127.5 - 1.0 if "images" in batch else batch["latents"]
         pixels, vae = batch["images"], vae_of(self.config)
         assert vae is not None
-        first = self.coder is None
-        if first:
-            self.coder = open_vae(vae).to(pixels.device)
-        latents = autoencoders.encoded(self.coder, pixels, batch["posterior"])
-        if first:
+        coder = self.coder or open_vae(vae).to(pixels.device)
+        latents = autoencoders.encoded(coder, pixels, batch["posterior"])
+        if self.coder is None:
             check_scale(float(latents.std()), f"diffusion.vae {vae}")
+            self.coder = coder
         return latents
 
     def loss(self, model: Callable[..., Any], batch: Batch, clock: Clock, training: bool) -> Tensor:

@@ -30,7 +30,7 @@ from triton.runtime import JITFunction, driver
 BF16 = torch.bfloat16
 HOPPER = 90
 # Bytes of shared memory that a block of threads may have; sm_86 and sm_120 have what sm_89 has.
-SHARED = {80: 166912, 89: 101376, HOPPER: 232448}
+SHARED = {80: 166912, 89: 101376, HOPPER: 232448, 100: 232448}
 
 
 class Card:
@@ -72,6 +72,7 @@ def no_card_needed(card: int = HOPPER) -> list[str]:
     if card != HOPPER:
         CUDABackend.make_ptx = only_laid_out  # type: ignore[method-assign]
     triton_bidirectional_plan.shared_memory = lambda _device: SHARED[card]  # type: ignore[assignment]
+    triton_launch.architecture = lambda _device: card // 10  # type: ignore[assignment]
     knobs.runtime.interpret = True  # from here on operators take CPU tensors
     triton_bidirectional_scan.INTERPRETED = True
     names: list[str] = []

@@ -131,5 +131,6 @@ def test_refusals_are_one_line(folder, tmp_path, case, told):
 def test_latents_of_another_scale(folder, tmp_path):
     task = DenoiserTask(config_of(folder, "images", vae=str(save_vae(tmp_path / "far", scaling_factor=500.0))))
     batch = task.collate([task._noised(task.opened(), 0.0)[position] for position in range(4)])
-    with pytest.raises(UserError, match=r"far: scaled latents have a standard deviation of \d+.*correct the VAE's"):
-        task._clean(batch)
+    for _ in range(2):  # kernels are compiled in a pass of their own, whose errors come again
+        with pytest.raises(UserError, match=r"far: scaled latents have a standard deviation of \d+.*correct the VAE's"):
+            task._clean(batch)

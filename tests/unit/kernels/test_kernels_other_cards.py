@@ -1,5 +1,5 @@
-"""Cards smaller than those the kernels were measured on have less shared memory: no kernel of the scans asks for more than
-sm_80 and sm_89 have (see `compiled`), and with less the bidirectional scan's results are the same.
+"""Cards other than those the kernels were measured on: no kernel of the scans asks for more shared memory than sm_80, sm_89 and
+sm_100 have (see `compiled`), and with less the bidirectional scan's results are the same.
 """
 
 import pytest
@@ -19,6 +19,7 @@ from .test_kernels_compile import compiled
 NEAREST = {
     80: ("bidirectional", "bidirectional, coordinates"),
     89: ("bidirectional", "bidirectional, coordinates", "causal, 96"),
+    100: ("bidirectional", "ranks"),  # another compiler's passes, which not every loop gets through
 }
 OTHERS = (
     ("causal", "causal, without LRPE", "causal, float32", "causal, float32, 128"),
@@ -34,7 +35,7 @@ OTHERS = (
     ("card", "cases"),
     [*NEAREST.items(), *(pytest.param(card, cases, marks=pytest.mark.slow) for card in NEAREST for cases in OTHERS)],
 )
-def test_kernels_fit_into_shared_memory(card, cases, tmp_path):
+def test_kernels_compile_and_fit(card, cases, tmp_path):
     done = compiled("--card", str(card), *cases, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == list(cases)
