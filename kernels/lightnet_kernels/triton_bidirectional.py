@@ -29,6 +29,10 @@ from .triton_bidirectional_parts import (
     weight_grads,
 )
 
+# Of a call's tokens and batch, not of its widths: kernels are not compiled again for others.
+COUNTS = ["tokens", "splits", "length", "places_b", "mask_b", "query_b", "key_b", "value_b", "output_b", "grad_b"]
+COUNTS += ["grad_query_b", "grad_key_b", "grad_value_b"]
+
 
 @triton.jit
 def finite(x, WS: tl.constexpr):
@@ -69,7 +73,7 @@ def log_mass(peak, mass, FW: tl.constexpr):
     return tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def piece_states(
     key, value, peak_ptr, mass_ptr, kv_ptr,
     theta, remainder, places, mask, table, key_b, key_t, key_h, value_b, value_t, value_h, places_b, mask_b,
@@ -98,7 +102,7 @@ def piece_states(
     store_state(kv_ptr + at * ((2 if LRPE else 1) * D * V), first, kv, FW, VW, D, V, LRPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def fused_forward(
     query, key, value, output, peak_ptr, mass_ptr, state_ptr,
     theta, remainder, places, mask, table, query_b, query_t, query_h, key_b, key_t, key_h, value_b, value_t, value_h,
@@ -139,7 +143,7 @@ def fused_forward(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def read_pieces(
     query, output, state_ptr,
     theta, remainder, places, mask, table, query_b, query_t, query_h, output_b, output_t, output_h, places_b, mask_b,
@@ -164,7 +168,7 @@ def read_pieces(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def read_grad_pieces(
     query, grad, grad_query, state_ptr, grad_state_ptr, torque_ptr,
     theta, remainder, places, mask, table, query_b, query_t, query_h, grad_b, grad_t, grad_h, grad_query_b,
@@ -206,7 +210,7 @@ def read_grad_pieces(
         store_vectors(torque_ptr + at * D, first, torque, FN, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def weight_grad_pieces(
     key, value, grad_key, grad_value, peak_ptr, norm_ptr, pressure_ptr, grad_state_ptr, torque_ptr,
     theta, remainder, places, mask, table, key_b, key_t, key_h, value_b, value_t, value_h, grad_key_b, grad_key_t,
@@ -240,7 +244,7 @@ def weight_grad_pieces(
         store_vectors(torque_ptr + (piece.to(tl.int64) * heads + head) * D, 0, torque, FW, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def fused_backward(
     query, key, value, grad, grad_query, grad_key, grad_value, peak_ptr, mass_ptr, state_ptr, grad_state_ptr,
     pressure_ptr, torque_ptr, theta, remainder, places, mask, table, query_b, query_t, query_h, key_b, key_t, key_h,
@@ -307,7 +311,7 @@ def sequence_pieces(ranges, sequence, splits, TABLE: tl.constexpr):
         return sequence * splits, sequence * splits + splits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def merge_states(
     piece_peak, piece_mass, piece_kv, peak_ptr, mass_ptr, state_ptr, ranges, heads, splits,
     D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, VP: tl.constexpr, HALVES: tl.constexpr,
@@ -346,7 +350,7 @@ def merge_states(
         tl.store(state_ptr + at * (HALVES * D * V) + inner, total.to(state_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def merge_grads(
     piece_grads, state_ptr, grad_state_ptr, pressure_ptr, ranges, heads, splits,
     D: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, VP: tl.constexpr, HALVES: tl.constexpr,

@@ -28,6 +28,20 @@ def causal(heads: int, width: int, cuda: bool) -> Any:
     return call
 
 
+def bidirectional(heads: int, width: int) -> Any:
+    """By Triton, packed or not. 72 wide the state is cut by pieces of sequences at any length; 6 heads are no 16 of anything."""
+    from lightnet_kernels import additive_scan, cuda_bidirectional
+
+    def call(batch: int, tokens: int) -> None:
+        cuda_bidirectional.runs = lambda *_: False  # type: ignore[assignment]
+        parts, theta = [drawn(batch, tokens, heads, width) for _ in range(3)], torch.rand(heads, width).requires_grad_()
+        mask = torch.ones(batch, tokens, dtype=torch.bool)
+        options: dict[str, Any] = {"theta": theta, "activation": "silu", "causal": False, "backend": "triton"}
+        back(additive_scan(*parts, **options), additive_scan(*parts, **options, key_mask=mask))
+
+    return call
+
+
 def companions(batch: int, tokens: int) -> None:
     from lightnet_kernels import gated_norm, norm, swiglu, toeplitz_scan
 
@@ -74,7 +88,7 @@ def main() -> int:
     met: list[Any] = []
     triton_ops.compiled_together = together
     cases: dict[str, Any] = {f"causal, {heads} heads, CUDA": causal(heads, 128, True) for heads in (16, 8, 6)}
-    cases |= {"causal, 72": causal(16, 72, False), "companions": companions}
+    cases |= {"causal, 72": causal(16, 72, False), "bidirectional, 72": bidirectional(6, 72), "companions": companions}
     for case, call in cases.items():
         chains.clear()
         for batch, tokens in SHAPES:

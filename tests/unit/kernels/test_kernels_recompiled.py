@@ -38,5 +38,5 @@ def test_other_numbers_of_tokens_compile_nothing(tmp_path):
             first[case] = names
         else:
             assert names == [], (case, batch, tokens)
-    assert len(calls) == 5 * 8 and "join_spans" in first["causal, 16 heads, CUDA"]
+    assert len(calls) == 6 * 8 and "join_spans" in first["causal, 16 heads, CUDA"]
     assert {"span_sums", "stretch_totals"} <= {*first["causal, 72"]} and {"norm_forward"} <= {*first["companions"]}
