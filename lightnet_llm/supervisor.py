@@ -167,7 +167,8 @@ class Supervisor:
         Raises:
             UserError: it has not, and is not started again; says why.
         """
-        previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        heard = [x for x in self.SIGNALS if x != signal.SIGHUP or signal.getsignal(x) != signal.SIG_IGN]  # nohup's
+        previous = {number: signal.signal(number, self._handle) for number in heard}
         try:
             self._run(world, hosts)
         finally:

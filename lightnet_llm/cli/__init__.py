@@ -38,7 +38,8 @@ def _usage_in_one_line() -> Iterator[None]:
         raise
     except click.UsageError as error:
         where = f"; {error.ctx.command_path} --help tells what it takes" if error.ctx else ""
-        click.echo(f"error: {error.format_message().rstrip('.')}{where}", err=True)
+        message = " ".join(error.format_message().split())  # choices of an option come a line each
+        click.echo(f"error: {message.rstrip('.')}{where}", err=True)
         sys.exit(error.exit_code)
 
 

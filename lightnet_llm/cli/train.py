@@ -211,8 +211,14 @@ def _problems(config: RunConfig) -> list[str]:
     """What is missing for a start here; a dry run reports it, because the run may be meant for another machine."""
     from lightnet_data.errors import DataError
 
+    def tasks() -> None:
+        if config.evaluation.interval:
+            from ..training import evaluation  # which imports lm-eval: a start leaves it to rank 0
+
+            evaluation.check(config)
+
     found = []
-    for check in _checks(config):
+    for check in (*_checks(config), tasks):
         try:
             check()
         except (UserError, DataError) as error:

@@ -4,8 +4,9 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Base of all sections. Unknown keys are refused, so that a misspelt field never trains with its default."""
+    """Base of all sections. Unknown keys are refused, so that a misspelt field never trains with its default; so are numbers
+    that are not finite."""
 
     model_config = ConfigDict(
-        extra="forbid", validate_assignment=True, protected_namespaces=(), serialize_by_alias=True
+        extra="forbid", allow_inf_nan=False, validate_assignment=True, protected_namespaces=(), serialize_by_alias=True
     )

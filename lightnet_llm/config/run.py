@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..errors import nearest
 from .base import Section
@@ -18,14 +18,14 @@ class SourceConfig(Section):
     path: str = Field(description="Folder written by `lightnet prep`, or its URL.")
     split: str = Field(default="train", description="Split to read.")
     subset: str | None = Field(default=None, description="Which output of a folder prepared with `--by-subset`.")
-    weight: float = Field(ge=0, allow_inf_nan=False, description="Share of the training tokens, of the sum of weights.")
+    weight: float = Field(ge=0, description="Share of the training tokens, of the sum of weights.")
 
 
 class MixtureStage(Section):
     """Other weights from some point of a run on."""
 
     from_tokens: int = Field(gt=0, description="Training tokens after which the weights hold.")
-    weights: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
+    weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
         description="Weight of each source; one that is not named has 0."
     )
 
@@ -163,6 +163,13 @@ class TrainConfig(Section):
         lt=1,
         description="Decay of an exponential average of the weights that is kept beside them, such as 0.999; null for none.",
     )
+
+    @field_validator("name")
+    @classmethod
+    def _one_folder(cls, name: str | None) -> str | None:
+        if name is not None and (name in ("", ".", "..") or "/" in name):
+            raise ValueError(f"'{name}' is not the name of one folder; train.output says where it lies")
+        return name
 
     @model_validator(mode="after")
     def _budget(self) -> "TrainConfig":

@@ -115,7 +115,11 @@ class Groups:
 
 
 def prepare_backend() -> torch.device:
-    """Start torch.distributed under DeepSpeed and return this rank's device (CUDA where present, else CPU)."""
+    """Start torch.distributed under DeepSpeed and return this rank's device (CUDA where present, else CPU).
+
+    Raises:
+        UserError: another program listens where ranks would meet.
+    """
     import os
 
     import deepspeed
@@ -124,12 +128,29 @@ def prepare_backend() -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        deepspeed.init_distributed("nccl")
+        _meet("nccl")
         return device
     # Without a GPU: megatron-core asks CUDA for a device to put buffers on, and DeepSpeed would compile a
     # shared-memory op for over a minute before its first collective.
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo")
+    _meet("gloo")
     return cpu
+
+
+def _meet(backend: str) -> None:
+    import os
+
+    import deepspeed
+
+    try:
+        deepspeed.init_distributed(backend)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ.get("MASTER_PORT")
+        raise UserError(
+            f"port {port} of this host is taken by another program; choose another by deepspeed's --master_port "
+            "(`lightnet train` finds one itself)"
+        ) from None

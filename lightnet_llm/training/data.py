@@ -20,6 +20,8 @@ from . import image_data, sentence_data
 from .masking import rule_of
 from .schedule import Budget
 from .sources import (
+    Source,
+    check_same_tokenizer,
     common_tokenizer,
     identity_of,
     sources_of,
@@ -88,15 +90,23 @@ def check_validation(config: RunConfig, note: Note = _unsaid) -> None:
     """Find the validation sets, and open them if the run validates.
 
     Raises:
-        UserError, DataError: one named in ``data.validation`` is missing or shorter than a window, or any is damaged.
+        UserError, DataError: one named in ``data.validation`` is missing, shorter than a window or of another tokenizer, or
+            any is damaged.
     """
     if config.model.image is not None:
         return image_data.check_validation(config)
     if config.model.head == "sequence_classifier":
         return sentence_data.check_validation(config)
-    for prefix in validation_prefixes(config, note).values():
-        if config.validation.interval:
-            PackedTokens(prefix, config.data.sequence_length, shuffle=False).windows.check()
+    found, sources = validation_prefixes(config, note), [*sources_of(config).values()]
+    for name in config.data.validation:
+        folder, _, split = found[name].rpartition("/")
+        tokenizer = (manifests.find(found[name]) or {}).get("tokenizer")
+        if tokenizer and sources[0].tokenizer:  # shards of another stack do not say
+            check_same_tokenizer(sources[0], Source(f"data.validation.{name}", folder, split, tokenizer))
+    if config.validation.interval and not found and not any(_is_split(f"{x.folder}/validation") for x in sources):
+        note("there is no held-out split and no data.validation: nothing will be validated")
+    for prefix in found.values() if config.validation.interval else ():
+        PackedTokens(prefix, config.data.sequence_length, shuffle=False).windows.check()
 
 
 def training_batches(config: RunConfig, budget: Budget, rank: int, size: int, start_step: int) -> Iterator[Batch]:

@@ -127,7 +127,9 @@ class Trainer:
                 self.validate()
             if saves or stop:
                 self.progress.begin("save")
-                self.saver.save(state, due)
+                if verdict.reason is not None:
+                    self.ranks.log("the last step was skipped: this save leaves all older checkpoints where they are")
+                self.saver.save(state, due, verdict.reason is not None)
                 saved, due = state.step, []
             # After the save: tasks take minutes, and who asks for a stop will not wait for them.
             evaluates = self._due(state.step, config.evaluation.interval) or state.step == end
@@ -171,11 +173,12 @@ class Trainer:
         self.ranks.log(f"skipped step {step}: {found.reason} (loss {found.loss:.4g}, gradient norm {found.norm:.4g})")
         self._note_skipped(found, span, worst)
         if found.streak >= self.config.bad_steps.in_a_row:
+            older = f"train.init_from={self.folder.checkpoints} and " if saved else ""
             raise UserError(
                 f"loss is {found.loss} and gradient norm {found.norm} at step {step} (samples {first} to {end - 1}): "
                 f"{found.reason}, the {found.streak}th step in a row that is skipped (bad_steps.in_a_row); "
                 f"nothing was saved since step {saved}: look at these samples, or start another run with "
-                f"train.init_from={self.folder.checkpoints} and a lower optimizer.learning_rate",
+                f"{older}a lower optimizer.learning_rate",
                 shared=True,
             )
 

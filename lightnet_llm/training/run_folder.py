@@ -85,6 +85,7 @@ class RunFolder:
         """
         exists = self.has_checkpoint or (self.path / METRICS).exists()  # a start that failed before is no run
         resume = self.config.train.resume
+        self._check_place()
         if exists and resume == "never":
             raise UserError(
                 f"run folder {self.path} exists and is never overwritten; continue it with train.resume=auto, "
@@ -95,13 +96,29 @@ class RunFolder:
         if exists:
             self._check_same_run()
 
+    def _check_place(self) -> None:
+        place = next(x for x in (self.path, *self.path.parents) if x.exists())
+        if not place.is_dir():
+            raise UserError(f"train.output {self.config.train.output}: {place} is a file; choose another folder")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise UserError(
+                f"train.output {self.config.train.output}: {place} may not be written to; choose another folder"
+            )
+
     def _check_same_run(self) -> None:
         path = self.path / CONFIG
         if not path.is_file():
             raise UserError(
                 f"{path} is missing, so {self.path} cannot be continued; start another with train.name=NAME"
             )
-        before = _flat(validate(yaml.safe_load(path.read_text()) or {}, str(path)).model_dump(mode="json"))
+        try:
+            kept = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise UserError(
+                f"{path} cannot be read ({str(error).splitlines()[0]}); copy config.yaml of its newest checkpoint there, or "
+                "start another run with train.name=NAME"
+            ) from None
+        before = _flat(validate(kept, str(path)).model_dump(mode="json"))
         now = _flat(self.config.model_dump(mode="json"))
         for field in sorted(set(before) | set(now)):
             if before.get(field) != now.get(field) and not _may_change(field):
@@ -116,8 +133,11 @@ class RunFolder:
         Raises:
             UserError: another live run holds it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        handle = (self.path / "lock").open("a+")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = (self.path / "lock").open("a+")
+        except OSError as error:
+            raise UserError(f"run folder {self.path}: {error.strerror}; choose another with train.output") from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

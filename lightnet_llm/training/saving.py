@@ -37,8 +37,8 @@ Report = Callable[[int, dict[str, Any]], None]
 class _Job:
     """The files of one checkpoint that this rank writes, and then (on rank 0) what makes it whole."""
 
-    def __init__(self, step: int, folder: Path, facts: dict[str, Any]):
-        self.step, self.folder, self.facts = step, folder, facts
+    def __init__(self, step: int, folder: Path, facts: dict[str, Any], doubted: bool):
+        self.step, self.folder, self.facts, self.doubted = step, folder, facts, doubted
         self.pause = 0.0  # seconds for which training waited
         self.problem: str | None = None
         self.writes: list[Callable[[], None]] = []
@@ -95,11 +95,12 @@ class Saver:
         self.job: _Job | None = None
         self.usual_seconds: list[float] = []  # of the last steps with nothing to write beside them
 
-    def save(self, state: RunState, due: Sequence[int] = ()) -> None:
+    def save(self, state: RunState, due: Sequence[int] = (), doubted: bool = False) -> None:
         """Write a checkpoint, or begin to; one that is still being written is finished first.
 
         Args:
             due: steps at which it fell due, earlier ones where skipped steps put it off.
+            doubted: whether its last step was skipped: it then pushes no older one out.
 
         Raises:
             UserError: it, or the one before, could not be written; older ones are intact.
@@ -108,7 +109,7 @@ class Saver:
         self.wait()
         root = self.folder.checkpoints
         folder = Path(self.ranks.on_rank_zero(lambda: str(store.begin(root, state.step))))
-        self.job = job = _Job(state.step, folder, self._facts(state, due))
+        self.job = job = _Job(state.step, folder, self._facts(state, due), doubted)
         self._collect(job, state)
         if self.config.checkpoint.asynchronous:
             job.pause = time.perf_counter() - began
@@ -210,6 +211,8 @@ class Saver:
             )
         (job.folder / "config.yaml").write_bytes((self.folder.path / "config.yaml").read_bytes())
         store.commit(self.folder.checkpoints, job.step, job.facts)
+        if job.doubted:
+            return
         keep = self.config.checkpoint
         try:
             store.prune(self.folder.checkpoints, keep.keep_last, keep.keep_every)

@@ -92,14 +92,23 @@ def common_tokenizer(sources: dict[str, Source]) -> Source:
     """
     first, *others = sources.values()
     for other in others:
-        for fact in ("fingerprint", "eod_id", "vocab_size"):
-            mine, its = first.tokenizer.get(fact), other.tokenizer.get(fact)
-            if mine != its:
-                raise UserError(
-                    f"{other.field} {other.folder}: cut with another tokenizer ({fact} {_short(its)}) than {first.folder} "
-                    f"({_short(mine)}); prepare it again with --tokenizer {first.folder}"
-                )
+        check_same_tokenizer(first, other)
     return first
+
+
+def check_same_tokenizer(first: Source, other: Source) -> None:
+    """Refuse another tokenizer than the first's.
+
+    Raises:
+        UserError: it was used.
+    """
+    for fact in ("fingerprint", "eod_id", "vocab_size"):
+        mine, its = first.tokenizer.get(fact), other.tokenizer.get(fact)
+        if mine != its:
+            raise UserError(
+                f"{other.field} {other.folder}: cut with another tokenizer ({fact} {_short(its)}) than {first.folder} "
+                f"({_short(mine)}); prepare it again with --tokenizer {first.folder}"
+            )
 
 
 def _short(value: Any) -> str:

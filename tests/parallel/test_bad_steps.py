@@ -116,9 +116,18 @@ def test_too_many_in_a_row_stop_the_run(ranks: Ranks, tiny: Path, tmp_path: Path
     text = (tmp_path / "log.rank0").read_text()
     (error,) = [line for line in text.splitlines() if line.startswith("error: ")]
     assert "at step 8 (samples 56 to 63): not finite, the 3th step in a row" in error and "since step 5" in error
+    assert f"train.init_from={tmp_path}/run/checkpoints and a lower" in error
     assert "error: " not in (tmp_path / "log.rank1").read_text()
     kept = sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("step_*"))
     assert kept == ["step_00000004", "step_00000005"]
+
+
+def test_a_run_that_ends_while_steps_are_skipped_pushes_nothing_out(ranks: Ranks, tiny: Path, tmp_path: Path) -> None:
+    overrides = ["checkpoint.interval=1", "checkpoint.keep_last=2", "train.stop_at_step=7"]
+    ranks.train(2, tiny, overrides, tmp_path, "run", plant="nan_for_ever")
+    kept = [folder.name for folder in store.listed(tmp_path / "run" / "checkpoints")]
+    assert kept == [store.step_name(step) for step in (4, 5, 7)]
+    assert "leaves all older checkpoints" in (tmp_path / "run.log.rank0").read_text()
 
 
 @pytest.mark.parametrize(("most", "last"), [(1, 6), (2, 7)])
@@ -129,7 +138,7 @@ def test_few_in_a_row_stop_the_run_where_verdicts_come_late(
     codes = ranks.run(2, [*arguments, f"bad_steps.in_a_row={most}"], tmp_path / "log", plant="nan_for_ever")
     assert codes == [1, 1]
     (error,) = [x for x in (tmp_path / "log.rank0").read_text().splitlines() if x.startswith("error: ")]
-    assert f"at step {last} (" in error and f"the {most}th step in a row" in error
+    assert f"at step {last} (" in error and f"the {most}th step in a row" in error and "init_from" not in error
     skipped = [event["step"] for event in events(tmp_path / "run", "skipped")]
     assert skipped in (list(range(6, last + 1)), list(range(6, last + 2))), "and one that was made meanwhile, perhaps"
 

@@ -56,6 +56,25 @@ class Launcher:
 FINE = ("ended", "", 9, 0)
 
 
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_hangup_that_nohup_had_ignored_stops_nothing(ignored: bool, tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    class HungUp(Launcher):
+        def __call__(self, *arguments: Any) -> tuple[list[str], dict[str, str]]:
+            os.kill(os.getpid(), signal.SIGHUP)
+            return super().__call__(*arguments)
+
+    supervisor = Supervisor(config(), tmp_path, lambda: asked.append(True), HungUp(tmp_path, FINE))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        supervisor.run(1)
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert asked == ([] if ignored else [True])
+
+
 def test_a_good_run_leaves_nothing(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path, FINE)
     launcher.supervise(3).run(2)

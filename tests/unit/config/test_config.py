@@ -76,6 +76,10 @@ MISTAKES = [
     (["deepspeed.zero_optimization.stage=3"], "set parallel.zero_stage instead"),
     (["x"], "override 'x' is not of the form key=value"),
     (["train.seed=[1"], "small.yaml: "),
+    (["optimizer.learning_rate=.inf"], "'optimizer.learning_rate' is inf"),
+    (["train.steps=null", "train.hours=.inf"], "'train.hours' is inf"),
+    (["train.name=../other"], "'../other' is not the name of one folder; train.output says where it lies"),
+    (["train.name=''"], "'' is not the name of one folder"),
 ]
 
 

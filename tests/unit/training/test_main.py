@@ -1,11 +1,15 @@
 """How a rank's process ends."""
 
+import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from lightnet_llm.launch.hosts import free_port
+from tests.conftest import ROOT
 
 RANK = """
 import atexit, sys, threading, time
@@ -43,3 +47,18 @@ def test_threads_in_the_store_do_not_abort_a_rank(code: int) -> None:
     assert found.returncode == code, found.stderr[-2000:]
     if code == 0:
         assert found.stdout.splitlines() == ["a thread ended", "what was registered ran"]
+
+
+def test_a_port_that_is_taken_is_one_line(tiny: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "launch/train.py", "--config", str(tiny), f"train.output={tmp_path}"]
+        environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        found = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+        )
+    assert found.returncode and "Traceback" not in found.stderr, found.stderr[-3000:]
+    (error,) = [line for line in found.stderr.splitlines() if line.startswith("error: ")]
+    assert error.startswith(f"error: port {port} of this host is taken")

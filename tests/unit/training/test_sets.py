@@ -79,6 +79,37 @@ def test_a_held_out_split_shorter_than_a_window_is_left_out(tmp_path: Path) -> N
     assert "would not start: " + f"{path}/validation: 16 tokens are fewer" in dry_run(tmp_path, **named)
 
 
+def test_a_validation_set_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    path, other = (folder_of(tmp_path / name, train=200, validation=100) for name in ("one", "two"))
+    named = {"path": str(path), "validation": {"mine": str(other)}}
+    assert "would not start" not in dry_run(tmp_path, **named)
+    facts = manifest.load(other)
+    manifest.save(other, {**facts, "tokenizer": {**facts["tokenizer"], "fingerprint": "b" * 64}})
+    with pytest.raises(UserError, match=rf"^data\.validation\.mine {other}: cut with another tokenizer"):
+        check_sets(config_of(tmp_path, **named))
+    assert "would not start: data.validation.mine " in dry_run(tmp_path, **named)
+    (other / manifest.FILE_NAME).unlink()  # of another stack, which does not say
+    check_sets(config_of(tmp_path, **named))
+
+
+def test_nothing_to_validate_is_said(tmp_path: Path) -> None:
+    notes: list[str] = []
+    check_sets(config_of(tmp_path, path=str(folder_of(tmp_path / "data", train=200))), notes.append)
+    assert notes == ["there is no held-out split and no data.validation: nothing will be validated"]
+
+
+def test_tasks_that_cannot_run_are_found_by_a_dry_run(tmp_path: Path) -> None:
+    path = folder_of(tmp_path / "data", train=200, validation=100)
+    (tmp_path / "data" / "tokenizer.model").touch()
+    given = {
+        **section(tmp_path, path=str(path)),
+        "evaluation": {"interval": 1, "tasks": ["arc"], "offline": str(tmp_path / "no")},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(given))
+    done = CliRunner().invoke(main, ["train", str(tmp_path / "run.yaml"), "--dry-run", "--gpus", "1"])
+    assert done.exit_code == 0 and "would not start: " in done.output and str(tmp_path / "no") in done.output
+
+
 def test_a_resumed_run_keeps_its_weights_and_stages(tmp_path: Path) -> None:
     """Whichever of them change; and what a source without weight holds is no part of the run."""
     for name, tokens in (("web", 200), ("books", 300), ("none", 100)):
