@@ -133,7 +133,12 @@ def _classes(given: str | Path | None, listings: dict[str, image_sources.Listing
         known = names.get("train", set(numbers))
         source = "train"
     else:
-        folder = Path(given) if Path(given).is_dir() else Path(given).parent
+        path = Path(given)
+        folder = path.parent if path.name == sample_shards.CLASSES and path.is_file() else path
+        if not (folder / sample_shards.CLASSES).is_file():
+            raise DataError(
+                f"--classes {given}: no folder with a {sample_shards.CLASSES}; name one that lightnet data images made"
+            )
         numbers = {name: number for number, name in enumerate(sample_shards.class_names(folder))}
         known, source = set(numbers), str(given)
     for split, own in names.items():

@@ -426,7 +426,7 @@ def subset_of(record: dict[str, Any], field: str | None, place: str) -> str | Pr
     """The name of a record's subset, "" where none is asked for."""
     if field is None:
         return ""
-    value = _value(record, field, place)
+    value = _value(record, field, place, "--subset-field")
     if isinstance(value, Problem):
         return value
     if not isinstance(value, str) or not value.strip():
@@ -434,13 +434,13 @@ def subset_of(record: dict[str, Any], field: str | None, place: str) -> str | Pr
     return value
 
 
-def _value(record: dict[str, Any], field: str, place: str) -> Any:
-    """A field, or one inside others whose names dots divide."""
+def _value(record: dict[str, Any], field: str, place: str, option: str = "--field") -> Any:
+    """A field, or one inside others whose names dots divide; ``option`` chooses it."""
     value: Any = record
     for name in [field] if field in record else field.split("."):
         if not isinstance(value, dict) or name not in value:
             names = ", ".join(map(repr, list(record)[:8])) or "none"
-            return Problem("missing field", f"{place}: no field {field!r} (fields: {names}); choose one with --field")
+            return Problem("missing field", f"{place}: no field {field!r} (fields: {names}); choose one with {option}")
         value = value[name]
     return value
 

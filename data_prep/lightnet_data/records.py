@@ -28,8 +28,10 @@ def parquet(source: Source, file: BinaryIO, options: Options, digest: Any = None
         missing = sorted(columns - set(table.schema_arrow.names))
         if missing:
             there = ", ".join(map(repr, table.schema_arrow.names[:8]))
+            of_subset = missing[0] not in {part for name in options.fields for part in (name, name.split(".")[0])}
+            option = "--subset-field" if of_subset else "--field"
             yield Problem(
-                "missing field", f"{source.name}: no column {missing[0]!r} (columns: {there}); choose with --field"
+                "missing field", f"{source.name}: no column {missing[0]!r} (columns: {there}); choose with {option}"
             )
             return
         row = 0

@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +34,8 @@ def read(url: str) -> bytes:
     return Folder(folder).read([name])[0]
 
 
-def patiently(request: Callable[[], T]) -> T:
-    """What a request gives, made again after each of ``PAUSES`` while it fails.
+def patiently(request: Callable[[], T], what: str) -> T:
+    """What a request for ``what`` gives, made again after each of ``PAUSES`` while it fails.
 
     Raises:
         OSError: it fails to the end. Each remote file system has errors of its own; this one is what files raise.
@@ -47,8 +48,15 @@ def patiently(request: Callable[[], T]) -> T:
                 raise
             if pause is None or isinstance(error, _LASTING):
                 raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from None
-            time.sleep(pause)
+            _pause(pause, what, error)
     raise AssertionError
+
+
+def _pause(seconds: float, what: str, error: BaseException) -> None:
+    """Wait before a request is made again, and say so: it may be long."""
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+    print(f"note: {what}: {reason}; trying again in {seconds:g} s", file=sys.stderr, flush=True)
+    time.sleep(seconds)
 
 
 class File(io.RawIOBase):
@@ -62,7 +70,7 @@ class File(io.RawIOBase):
         super().__init__()
         self._system, self._path, self._place = system, path, 0
         self._file: Any = None
-        patiently(self._opened)
+        patiently(self._opened, path)
 
     def _opened(self) -> Any:
         """The file, where the next byte is wanted; opened again after a request that failed."""
@@ -82,7 +90,7 @@ class File(io.RawIOBase):
                 self._file = None  # nobody knows where it stands now
                 raise
 
-        return patiently(attempt)
+        return patiently(attempt, self._path)
 
     def readinto(self, buffer: Any) -> int:
         """As of any file."""
@@ -187,7 +195,7 @@ class Folder:
             lasting = isinstance(failed[0][1], _LASTING)
             if pause is None or lasting or not is_url(self.location):
                 break
-            time.sleep(pause)
+            _pause(pause, f"{self.location}/{failed[0][0]}", failed[0][1])
         file, problem = failed[0]
         raise DataError(f"{self.location}/{file}: cannot read it ({type(problem).__name__}: {problem})")
 

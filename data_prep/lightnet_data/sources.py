@@ -71,7 +71,7 @@ class Source:
             status = self.path.stat()
             return status.st_size, f"{status.st_mtime_ns}"
         system, path = _remote(self.url)
-        facts: dict[str, Any] = remote.patiently(lambda: system.info(path))
+        facts: dict[str, Any] = remote.patiently(lambda: system.info(path), self.url)
         tag = next(
             (facts[key] for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created") if key in facts), ""
         )
@@ -151,8 +151,8 @@ def _find_remote(url: str, argument: int, read_as: str | None, seen: set[str], f
     system, path = _remote(url)
     pattern = glob.has_magic(path)
     try:
-        searched = not pattern and bool(remote.patiently(lambda: system.isdir(path)))
-        paths = remote.patiently(lambda: _list_remote(system, path, pattern, searched))
+        searched = not pattern and bool(remote.patiently(lambda: system.isdir(path), url))
+        paths = remote.patiently(lambda: _list_remote(system, path, pattern, searched), url)
     except OSError as error:
         raise DataError(f"{url}: cannot be reached ({error.strerror or error})") from None
     if not paths:

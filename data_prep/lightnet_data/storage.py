@@ -143,7 +143,8 @@ def _bytes_described(index: Any) -> int:
     return int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * int(np.dtype(index.dtype).itemsize)
 
 
-def _missing_hint(prefix: str) -> str:
+def missing_hint(prefix: str, otherwise: str = "run lightnet prep") -> str:
+    """A way out where no .idx has this prefix; ``otherwise`` where the manifest tells nothing of it."""
     if prefix.endswith((".bin", ".idx")):
         return "give the path without .bin or .idx"
     splits, name = (manifest.find(prefix) or {}).get("splits", {}), Path(prefix).name
@@ -153,15 +154,21 @@ def _missing_hint(prefix: str) -> str:
         return "the folder holds packed samples, without documents; name the .bin/.idx that they were made from"
     if any(name in split.get("shards", []) for split in splits.values()):
         return "the manifest lists it: copy the data set again or run lightnet prep"
-    return "run lightnet prep"
+    return otherwise
 
 
 def _open_checked(prefix: str) -> Any:
     """megatron-core's IndexedDataset, after checks that a cut or missing file cannot pass."""
     bin_path, idx_path = Path(prefix + ".bin"), Path(prefix + ".idx")
     for path in (idx_path, bin_path):
-        if not path.is_file():
-            raise DataError(f"{path}: no such file; {_missing_hint(prefix)}")
+        try:
+            path.open("rb").close()  # megatron-core's reader that cannot open it fails once more when it is collected
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise DataError(f"{path}: no such file; {missing_hint(prefix)}") from None
+        except OSError as error:
+            raise DataError(
+                f"{path}: cannot be read ({error.strerror}); give this user the right to read it, or copy it again"
+            ) from None
     if bin_path.stat().st_size == 0:
         raise DataError(f"{bin_path}: the data set holds no tokens; run lightnet prep again")
     kind = indexed_dataset().IndexedDataset

@@ -10,6 +10,7 @@ import numpy as np
 from lightnet_data import manifest, reading, sources
 from lightnet_data.documents import DocumentReader
 from lightnet_data.options import Options
+from lightnet_data.storage import missing_hint
 from lightnet_data.stream import shards_of
 from lightnet_data.tokenizer import Tokenizer
 from numpy.typing import NDArray
@@ -67,8 +68,11 @@ def prepared(place: str | Path, tokenizer: Tokenizer | None) -> DocumentSource:
         return _one_prepared(prefix, tokenizer)
     parts = [child for child in sorted(path.glob("*")) if child.is_dir() and _is_there(child / "validation")]
     if not parts:
-        way_out = "lightnet prep writes a held-out split unless --holdout is 0; or score text with --text"
-        raise UserError(f"{prefix}.idx: no such file; name a folder of `lightnet prep` or a prefix ({way_out})")
+        way_out = (
+            "name a folder of `lightnet prep` or a prefix (lightnet prep writes a held-out split unless --holdout is 0; "
+            "or score text with --text)"
+        )
+        raise UserError(f"{prefix}.idx: no such file; {missing_hint(str(prefix), way_out)}")
     found = [_one_prepared(part / "validation", tokenizer, part.name) for part in parts]
     if len({source.eod_id for source in found}) > 1:
         raise UserError(f"{path}: its subsets were cut with different tokenizers; score the text itself with --text")

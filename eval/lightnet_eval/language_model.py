@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,9 +15,10 @@ from lightnet_data.tokenizer import Tokenizer
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
+from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
 
-from lightnet_llm.errors import UserError
+from lightnet_llm.errors import UserError, nearest
 from lightnet_llm.inference import Loaded, Sampling, complete, load_model
 from lightnet_llm.inference.load import require_tokenizer
 
@@ -89,6 +91,7 @@ class LightNetLM(LM):
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> LightNetLM:
         """As lm-eval's program makes a model. What is wrong ends it with one line."""
         with _ends():
+            _check_arguments(simple_parse_args_string(arg_string))
             return super().create_from_arg_string(arg_string, additional_config)
 
     @classmethod
@@ -97,6 +100,7 @@ class LightNetLM(LM):
     ) -> LightNetLM:
         """The same of arguments that it has read."""
         with _ends():
+            _check_arguments(arg_dict)
             return super().create_from_arg_obj(arg_dict, additional_config)
 
     def _choose(self, device: str | None) -> str | None:
@@ -252,6 +256,14 @@ class LightNetLM(LM):
     def _warn(self, line: str) -> None:
         if not self.ranks.rank:
             self._say(line)
+
+
+def _check_arguments(given: Iterable[str]) -> None:
+    known = list(inspect.signature(LightNetLM).parameters)
+    texts = [name for name in known if name not in ("loaded", "ranks", "warn", "progress")]  # the others are objects
+    for name in given:
+        if name not in known:
+            raise UserError(f"model_args: unknown argument '{name}'{nearest(name, texts)}; known: {', '.join(texts)}")
 
 
 def _texts_at_once(batch_size: int | str | None) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
 from .data_images import images, latents, vae
+from .output import replacing, writable_picture
 from .progress import bar
 
 
@@ -81,31 +81,23 @@ def inspect(
 
     from .data_images import inspect_samples
 
-    _check_picture(output)
+    target = writable_picture("--output", output)
     if sample_shards.is_samples(folder):
-        return inspect_samples(folder, split, seed, output, as_json)
+        return inspect_samples(folder, split, seed, target, as_json)
     facts = run(folder, split, first, drawn, seed, indices)
     for document in facts["shown"]:
         document["shortened"] = len(document["text"]) > characters
         document["text"] = document["text"][:characters]
-    if output:
+    if target is not None:
         from lightnet_data.inspection_picture import draw
 
-        draw(facts, output)
+        with replacing(target) as partial:
+            draw(facts, partial)
         facts["picture"] = output
     if as_json:
         click.echo(json.dumps(facts, ensure_ascii=False))
     else:
         _print(facts)
-
-
-def _check_picture(output: str | None) -> None:
-    from lightnet_data.errors import DataError
-
-    if output is not None and Path(output).suffix.lower() != ".png":
-        raise DataError(f"--output {output}: pictures are PNG; name it {Path(output).with_suffix('.png')}")
-    if output is not None and not Path(output).parent.is_dir():
-        raise DataError(f"--output {output}: no such folder; make {Path(output).parent}")
 
 
 def _print(facts: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from .output import replacing
 from .progress import bar
 
 
@@ -211,7 +212,7 @@ def show_facts(folder: str, facts: dict[str, Any]) -> None:
         )
 
 
-def inspect_samples(folder: str, split: str, seed: int, output: str | None, as_json: bool) -> None:
+def inspect_samples(folder: str, split: str, seed: int, output: Path | None, as_json: bool) -> None:
     """Facts of a folder of images or latents; with ``output`` a sheet of images, or of latents' channels."""
     from lightnet_data import sample_shards
 
@@ -220,8 +221,10 @@ def inspect_samples(folder: str, split: str, seed: int, output: str | None, as_j
     if output is not None:
         from lightnet_data.inspection_picture import sheet
 
-        sheet(sample_shards.SampleStore(folder, split), names, seed, output)
-        facts["picture"] = output
+        store = sample_shards.SampleStore(folder, split)
+        with replacing(output) as partial:
+            sheet(store, names, seed, partial)
+        facts["picture"] = str(output)
     if as_json:
         click.echo(json.dumps({"folder": folder, "class_names": names, **facts}, ensure_ascii=False))
         return
@@ -232,4 +235,4 @@ def inspect_samples(folder: str, split: str, seed: int, output: str | None, as_j
     for count, name in shown:
         click.echo(f"    {name}: {count:,}")
     if output is not None:
-        click.echo(str(Path(output)))
+        click.echo(str(output))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -96,6 +97,9 @@ def glue(
 
     from ..inference.load import run_folder_of
 
+    for option, value in (("--epochs", epochs), ("--dropout", dropout)):
+        if not math.isfinite(value):  # click's ranges let nan pass
+            raise UserError(f"{option} {value}: must be a finite number; leave it out for the default")
     target = writable("--output", output)
     found = find(data, tasks.split(",") if tasks else None)
     given = {"seeds": seeds, "epochs": epochs, "batch": batch, "dropout": dropout, "scratch": scratch}

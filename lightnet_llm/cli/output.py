@@ -22,7 +22,19 @@ def writable(option: str, given: str | None) -> Path | None:
     folder = target.absolute().parent
     special = target.exists() and not target.is_file()  # a device would be replaced by the file
     if special or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"{option} {given}: cannot be written; name a file in an existing folder")
+        raise UserError(f"{option} {given}: cannot be written; name a file in an existing folder that you may write to")
+    return target
+
+
+def writable_picture(option: str, given: str | None) -> Path | None:
+    """The same of a picture.
+
+    Raises:
+        UserError: as ``writable``, or its name does not end in .png.
+    """
+    target = writable(option, given)
+    if target is not None and target.suffix.lower() != ".png":
+        raise UserError(f"{option} {given}: pictures are PNG; name it {target.with_suffix('.png')}")
     return target
 
 

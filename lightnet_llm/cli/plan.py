@@ -11,6 +11,7 @@ import click
 
 from ..config import load_config
 from ..errors import UserError
+from .output import writable
 
 
 @click.command()
@@ -104,5 +105,6 @@ def _calibrate(config: str | None, gpus: int | None, output: Path) -> None:
 
     if config is not None:
         raise UserError(f"--calibrate measures this machine and takes no CONFIG; leave '{config}' out")
+    writable("--output", str(output))  # before minutes of measuring
     for line in calibrate(output, gpus):
         click.echo(line)

@@ -161,7 +161,7 @@ def prep(
                 "language_threshold": language_threshold,
                 "dedup": dedup,
             }
-            execution = Execution(executor, workers, _settings(settings))
+            execution = Execution(executor, workers, _settings(settings, executor))
         else:
             _alone(context)
             inputs, output, tokenizer, overwrite, chosen, given = _configured(config, inputs, overwrite)
@@ -217,10 +217,12 @@ def _configured(
     return tuple(config.inputs), config.output, config.tokenizer.path, overwrite or config.overwrite, options, execution
 
 
-def _settings(given: tuple[str, ...]) -> dict[str, Any]:
-    """KEY=VALUE pairs; numbers as such."""
+def _settings(given: tuple[str, ...], executor: str) -> dict[str, Any]:
+    """KEY=VALUE pairs; numbers as such. A configuration file may hold those of a cluster and run here all the same."""
     from lightnet_data.errors import DataError
 
+    if given and executor == "local":
+        raise DataError(f"--set {given[0]}: goes with --executor slurm or ray; the local one has --workers alone")
     pairs = [pair.partition("=") for pair in given]
     for name, equals, _ in pairs:
         if not equals:

@@ -10,12 +10,12 @@ from typing import Any
 import click
 
 from ..errors import UserError
-from .output import replacing, writable
+from .output import replacing, writable, writable_picture
 
 
 @click.command()
 @click.argument("checkpoint", metavar="CHECKPOINT")
-@click.option("--output", metavar="FILE", default="samples.png", show_default=True, help="The grid, a row a class.")
+@click.option("--output", metavar="FILE.png", default="samples.png", show_default=True, help="The grid, a row a class.")
 @click.option("--npz", metavar="FILE", help="Also every image: uint8 [N, H, W, 3] `images` and int64 `labels`.")
 @click.option("--classes", metavar="LIST", help="Names or numbers with commas, or none. [default: the first ten]")
 @click.option("--per-class", type=click.IntRange(min=1), default=8, show_default=True, help="Images of each class.")
@@ -71,7 +71,8 @@ def sample(
     from ..inference import images
 
     place = _Place()
-    picture, arrays, table = writable("--output", output), writable("--npz", npz), writable("--figures", figures)
+    picture = writable_picture("--output", output)
+    arrays, table = writable("--npz", npz), writable("--figures", figures)
     files = [path.resolve() for path in (picture, arrays, table) if path is not None]
     if len(set(files)) < len(files):
         raise UserError("--output, --npz and --figures name one file twice; give each its own")

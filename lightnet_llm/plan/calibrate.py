@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checkpoint.store import write_text
 from ..config.model import ModelConfig
 from ..errors import UserError
 from ..parallel.layout import prepare_backend
@@ -78,8 +79,6 @@ def calibrate(output: Path, ranks: int | None = None) -> Iterator[str]:
     Raises:
         UserError: the file cannot be written, or there are fewer cards (CPU: cores).
     """
-    if not output.parent.is_dir():
-        raise UserError(f"--output {output}: {output.parent} is not a folder; make it first")
     cuda = torch.cuda.is_available()
     have = torch.cuda.device_count() if cuda else 2
     most = have if cuda else max(have, os.cpu_count() or 1)
@@ -100,10 +99,8 @@ def calibrate(output: Path, ranks: int | None = None) -> Iterator[str]:
     entry["peak_flop_s"] = peak or max(rate for _, rate in figures["gemm_flop_s"]["value"])
     entry["like"] = _like(name)  # for what cannot be measured here
     key = entry["like"] if cuda else "cpu"
-    partial = output.with_name(f".{output.name}.partial")
     try:
-        partial.write_text(json.dumps({"format": FORMAT, "cards": {key: entry}}, indent=1) + "\n", encoding="utf-8")
-        partial.replace(output)
+        write_text(output, json.dumps({"format": FORMAT, "cards": {key: entry}}, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror})") from None
     yield f"{output}: card '{key}'; use it with lightnet plan CONFIG --figures {output}"

@@ -12,6 +12,7 @@ import numpy as np
 from jinja2 import Environment
 from markupsafe import Markup
 
+from ..checkpoint.store import write_text
 from ..errors import UserError
 from . import facts
 from .charts import INK, PALETTE, Line, Mark, chart, color_of
@@ -44,10 +45,8 @@ def write_report(paths: Sequence[str | Path], output: str | Path | None = None) 
         )
     target = Path(output) if output is not None else Path(paths[0]) / "report.html"
     html = render([read_run(path) for path in paths])
-    partial = target.with_name(f".{target.name}.partial")
     try:
-        partial.write_text(html, encoding="utf-8")
-        partial.replace(target)
+        write_text(target, html)
     except OSError as error:
         raise UserError(f"{target}: cannot be written ({error.strerror}); name a file in an existing folder") from None
     return target

@@ -166,6 +166,7 @@ BAD_RECORDS = [
     ("cut.parquet", parquet(["a"])[:-4], "corrupt", ["not a whole Parquet file"], []),
     ("none.parquet", parquet([])[:], "empty", ["no row in it"], []),
     ("other.parquet", parquet(["a"]), "missing field", ["no column 'body'", "'text'", "--field"], ["--field", "body"]),
+    ("set.parquet", parquet(["a"]), "missing field", ["'meta'", "with --subset-field"], ["--subset-field", "meta.set"]),
     ("empty.tar", tar(("a.txt", b"x"), ("b.txt", b"")), "empty", ["member b.txt", "no text"], []),
     ("latin.tar", tar(("a.txt", b"caf\xe9")), "invalid UTF-8", ["member a.txt", "byte 3 is 0xe9"], []),
     ("broken.tar", tar(("a.json", b"{"), ("b.txt", b"x")), "broken JSON", ["member a.json"], []),
@@ -200,7 +201,7 @@ def test_bad_records_of_other_formats(
 ) -> None:
     (tmp_path / name).write_bytes(data)
     field = "body" if "body" in options else "text"
-    (tmp_path / "good.jsonl").write_text(json.dumps({field: "good"}) + "\n")
+    (tmp_path / "good.jsonl").write_text(json.dumps({field: "good", "meta": {"set": "a"}}) + "\n")
     given = [
         tmp_path / "good.jsonl",
         tmp_path / name,
@@ -390,7 +391,9 @@ def test_unreadable_file_is_reported(
         (["--tokenizer", "x", "--vocab-size", "512"], ["--tokenizer and --vocab-size"]),
         (["--tokenizer", "no/such"], ["no/such", "cannot read"]),
         (["--eod-token", "</s>"], ["--eod-token goes with --tokenizer"]),
-        (["--field", "body"], ["line 1", "'body'", "(fields: 'text')"]),
+        (["--field", "body"], ["line 1", "'body'", "(fields: 'text')", "with --field"]),
+        (["--subset-field", "meta.nope"], ["line 1", "'meta.nope'", "with --subset-field"]),
+        (["--set", "foo=bar"], ["--set foo=bar", "--executor slurm or ray"]),
     ],
 )
 def test_bad_option_is_refused(

@@ -158,6 +158,22 @@ def test_splits_share_their_classes(tmp_path: Path) -> None:
     assert stored(tmp_path / "more", "test") == {data: name.split("/")[0] for name, data in images_of("test").items()}
 
 
+def test_classes_that_are_not_there(tmp_path: Path) -> None:
+    """Not even where a classes.json lies beside what was named."""
+    as_folder(tmp_path / "tree", images_of("train"))
+    (tmp_path / "classes.json").write_text('{"bird": 0, "cat": 1, "dog": 2}')
+    (tmp_path / "other.json").write_text("{}")
+    for name in ("nowhere", "tree", "other.json", "tree/classes.json"):
+        given = ["--classes", tmp_path / name, "--output", tmp_path / "out"]
+        result = run("images", tmp_path / "tree", *given)
+        assert result.exit_code == 1 and len(result.stderr.splitlines()) == 1
+        assert f"--classes {tmp_path / name}: no folder with a classes.json" in result.stderr
+        assert not (tmp_path / "out").exists()
+    for name in ("", "classes.json"):
+        given = ["--classes", tmp_path / name, "--output", tmp_path / f"out{name}"]
+        assert run("images", tmp_path / "tree", *given).exit_code == 0
+
+
 def test_classes_of_shards_that_are_numbers(tmp_path: Path) -> None:
     """They keep them, and what was made is read again by its splits' names alone."""
     content = {f"{number}/{number}.png": picture(number, (20, 20)) for number in range(12)}

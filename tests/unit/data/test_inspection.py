@@ -96,12 +96,31 @@ def test_picture(name: str, folder: Path, tmp_path: Path) -> None:
         (["--split", "test"], "no split 'test'; it holds train, validation"),
         (["--index", "6"], "no document 6 in train; it has 6"),
         (["--output", "x.jpg"], "name it x.png"),
-        (["--output", "nowhere/x.png"], "no such folder"),
+        (["--output", "nowhere/x.png"], "--output nowhere/x.png: cannot be written"),
+        (["--output", "."], "--output .: cannot be written"),
     ],
 )
 def test_what_cannot_be_shown(arguments: list[str], what: str, folder: Path) -> None:
     result = run("inspect", folder / "out", *arguments)
     assert result.exit_code == 1 and what in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_a_picture_is_whole_or_not_there(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = tmp_path / "p.png"
+
+    def full(figure: object, path: Path, **options: object) -> None:
+        path.write_bytes(b"cut")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", full)
+        result = run("inspect", folder / "out", "--output", picture)
+    assert result.exit_code == 1 and f"{picture}: cannot be written (No space left" in result.stderr
+    assert result.stdout == "" and not list(tmp_path.iterdir())
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    monkeypatch.setattr(inspection, "inspect", lambda *_: pytest.fail("work before the refusal"))
+    result = run("inspect", folder / "out", "--output", picture)
+    assert result.exit_code == 1 and f"--output {picture}: cannot be written" in result.stderr
 
 
 def test_nothing_held_out(folder: Path, tmp_path: Path) -> None:

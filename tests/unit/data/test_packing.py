@@ -1,10 +1,13 @@
 """Packing and sampling: each token once, segments at documents, nothing that depends on the layout."""
 
+import gc
+import io
 import pickle
 import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from lightnet_data.dataset import PackedTokens, collate
 from lightnet_data.documents import DocumentReader
 from lightnet_data.errors import DataError
 from lightnet_data.sampler import GlobalBatchSampler
-from lightnet_data.storage import indexed_dataset
+from lightnet_data.storage import TokenStore, indexed_dataset
 
 from .conftest import EOD, write_shards
 
@@ -233,6 +236,26 @@ def test_a_foreign_shard_needs_its_end_of_document_token(tmp_path: Path) -> None
     assert PackedTokens(tmp_path / "a", 3).eod_id == 9
     with pytest.raises(DataError, match="document 0 ends with token 9, not with the end-of-document token 3"):
         PackedTokens(tmp_path / "a", 3, eod_id=3)
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_a_file_that_cannot_be_read_is_named(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_shards(tmp_path / "data", [[5, 6, 7]])
+    original = io.open
+
+    def opened(path: Any, *arguments: Any, **options: Any) -> Any:  # root reads everything
+        if str(path).endswith(f".{suffix}"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, *arguments, **options)
+
+    monkeypatch.setattr("io.open", opened)
+    monkeypatch.setattr("builtins.open", opened)
+    with pytest.raises(DataError, match=rf"data\.{suffix}: cannot be read \(Permission denied\); give this user"):
+        TokenStore(tmp_path / "data")
+    gc.collect()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,10 @@ def tokens(output: Path) -> list[bytes]:
     return [(output / f"train.{suffix}").read_bytes() for suffix in ("bin", "idx", "bytes.npy")]
 
 
+def errors(result: Result) -> list[str]:
+    return [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
+
+
 def test_http_that_fails_now_and_then(folder: Path, tmp_path: Path, run_prep: Run, tokenizer_file: Path) -> None:
     options = ["--tokenizer", tokenizer_file, "--holdout", 0]
     assert run_prep(folder, "--output", tmp_path / "local", *options).exit_code == 0
@@ -61,12 +65,14 @@ def test_http_that_fails(name: str, folder: Path, tmp_path: Path, run_prep: Run,
     with serve(folder, fails_every=1) as url:
         given = [folder / "e.txt", f"{url}/{name}", "--output", tmp_path / "out", "--tokenizer", tokenizer_file]
         result = run_prep(*given)
-        assert result.exit_code == 1 and result.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+        assert result.exit_code == 1 and len(errors(result)) == 1 and not (tmp_path / "out").exists()
         assert f"{url}/{name}: cannot read it" in result.stderr and "503" in result.stderr
         kept = json.loads(run_prep(*given, "--skip-bad", "--json").stdout)
     assert kept["documents"] == 1 and kept["skipped"]["unreadable"]["count"] == 1
     gone = run_prep(*given)
-    assert gone.exit_code == 1 and gone.stderr.count("\n") == 1 and f"{url}/{name}: cannot be reached" in gone.stderr
+    assert gone.exit_code == 1 and len(errors(gone)) == 1 and f"{url}/{name}: cannot be reached" in gone.stderr
+    notes = [line for line in gone.stderr.splitlines() if "trying again in 0.01 s" in line]
+    assert len(notes) == 3 and all(line.startswith(f"note: {url}/{name}: ") for line in notes)
 
 
 def test_a_remote_input_that_changes(folder: Path, tmp_path: Path, run_prep: Run, tokenizer_file: Path) -> None:
@@ -189,4 +195,4 @@ def test_a_missing_package_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waited"))
     with pytest.raises(OSError, match="Install s3fs"):
-        remote.patiently(request)
+        remote.patiently(request, "s3://x")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from lightnet_data.sentences import Row
 from lightnet_data.tokenizer import Tokenizer
 from lightnet_eval.glue import average, summary
@@ -14,6 +15,7 @@ from lightnet_eval.glue_passages import write
 from lightnet_eval.glue_run import Plan, encode
 from lightnet_eval.glue_tasks import TASKS, correlations, f1_and_accuracy, find, matthews
 
+from lightnet_llm.cli import main
 from lightnet_llm.config import validate
 from lightnet_llm.errors import UserError
 
@@ -277,6 +279,13 @@ def test_folders_that_are_refused(tmp_path: Path) -> None:
     lay(tmp_path / "one", ("dev",), "jsonl", '{"sentence": "a", "label": "x"}\n')
     with pytest.raises(UserError, match="holds 1 classes of 'label'"):
         find(tmp_path, ["one"])
+
+
+@pytest.mark.parametrize(("option", "value"), [("--epochs", "nan"), ("--epochs", "inf"), ("--dropout", "nan")])
+def test_shares_and_passes_are_finite(option: str, value: str) -> None:
+    result = CliRunner().invoke(main, ["glue", "nowhere", "--data", "nowhere", option, value])
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"error: {option} {value}: must be a finite number")
 
 
 def ranks_of(values: list[float]) -> list[float]:

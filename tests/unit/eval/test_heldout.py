@@ -227,9 +227,13 @@ def foreign_data(loaded: Loaded, tmp_path: Path) -> Iterator[Path]:
 
 def test_command_errors_are_one_line(run: Path, foreign_data: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    facts = {"format": manifest.FORMAT, "format_version": 1, "splits": {"validation": {"webdataset": {}}}}
+    (tmp_path / "packed").mkdir()
+    manifest.save(tmp_path / "packed", facts)
     for arguments, message in (
         (["--data", "a", "--text", "b"], "choose one"),
         (["--data", str(tmp_path / "empty")], "validation.idx: no such file"),
+        (["--data", str(tmp_path / "packed")], "validation.idx: no such file; the folder holds packed samples"),
         (["--data", str(foreign_data)], "cut with another tokenizer"),
         (["--text", str(tmp_path / "nothing.txt")], "no such file or folder"),
         (["--output", str(tmp_path / "no" / "x.json")], "existing folder"),

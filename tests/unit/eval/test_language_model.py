@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -214,6 +215,15 @@ def test_device_of_this_process(loaded: Loaded) -> None:
     if not torch.cuda.is_available():
         assert model._choose("cuda:0") == "cpu" and "the CPU is used" in model.said[0]
     assert model._choose("cpu") == "cpu"
+
+
+@pytest.mark.parametrize("arguments", ["checkpiont=x", {"checkpiont": "x"}], ids=["string", "dictionary"])
+def test_an_argument_that_is_none_is_named(arguments: Any) -> None:
+    make = LightNetLM.create_from_arg_string if isinstance(arguments, str) else LightNetLM.create_from_arg_obj
+    with pytest.raises(SystemExit) as ended:
+        make(arguments, {"device": "cpu"})
+    said = "lightnet: model_args: unknown argument 'checkpiont' (did you mean 'checkpoint'?); known: checkpoint, "
+    assert str(ended.value).startswith(said) and "batch_tokens" in str(ended.value) and "\n" not in str(ended.value)
 
 
 @pytest.mark.parametrize("arguments", ["pretrained={}", {"pretrained": "{}"}], ids=["string", "dictionary"])

@@ -165,6 +165,7 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
         (["--size", "8x²"], "--size 8x²: must be HEIGHTxWIDTH"),
         (["--classes", "²"], "class '²' is none of 0 to 4"),
         (["--output", "nowhere/x.png"], "nowhere/x.png: cannot be written"),
+        (["--output", "x.jpg"], "--output x.jpg: pictures are PNG; name it x.png"),
         (["--weights", "ema"], "holds no exponential average"),
         (["--vae", "."], "draws pixels, which no VAE decodes; leave out --vae"),
         (["--guidance", "nan"], "--guidance nan: must be a number"),
@@ -242,12 +243,12 @@ def test_a_vae_is_looked_at_before_anything_is_drawn(
 
 def test_files_are_written_whole_or_not_at_all(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     common = ["sample", str(run), "--sampler", "ddim", "--steps", "2", "--classes", "0", "--per-class", "1"]
-    common += ["--output", str(tmp_path / "x.dat"), "--npz", str(tmp_path / "y.dat")]
+    common += ["--output", str(tmp_path / "x.png"), "--npz", str(tmp_path / "y.dat")]
     assert CliRunner().invoke(main, common).exit_code == 0
     assert np.load(tmp_path / "y.dat")["images"].shape == (1, 8, 8, 3)
-    assert Image.open(tmp_path / "x.dat").format == "PNG"
+    assert Image.open(tmp_path / "x.png").format == "PNG"
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert set(before) == {"x.dat", "y.dat"}
+    assert set(before) == {"x.png", "y.dat"}
 
     def full(image: Image.Image, file: Any, kind: str) -> None:
         Path(file).write_bytes(b"cut")
@@ -255,7 +256,7 @@ def test_files_are_written_whole_or_not_at_all(run: Path, tmp_path: Path, monkey
 
     monkeypatch.setattr(Image.Image, "save", full)
     result = CliRunner().invoke(main, common)
-    assert result.exit_code == 1 and "x.dat: cannot be written (No space left" in result.stderr
+    assert result.exit_code == 1 and "x.png: cannot be written (No space left" in result.stderr
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

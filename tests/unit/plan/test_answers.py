@@ -198,7 +198,7 @@ def test_text() -> None:
         (["pile_1b", "--plot", "nowhere/x.png"], "not a folder"),
         (["pile_1b", "--figures", "nowhere.json"], "cannot be read"),
         (["pile_1b", "--figures", __file__], "not JSON"),
-        (["--calibrate", "--output", "nowhere/x.json"], "not a folder"),
+        (["--calibrate", "--output", "nowhere/x.json"], "--output nowhere/x.json: cannot be written"),
         (["pile_1b", "--calibrate"], "takes no CONFIG"),
         (["pile_1b", "--output", "x.json"], "--output x.json: .* --calibrate"),
         (["classify/emoji"], r"classifier: lightnet plan knows .* start the run with train\.stop_at_step"),

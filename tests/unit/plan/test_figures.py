@@ -144,6 +144,21 @@ def test_no_more_processes_than_cores(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "--gpus 3: this host has no card and 2 cores; give at most 2" in result.stderr
 
 
+def test_where_no_figures_can_go_is_said_before_any_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightnet_llm.plan.calibrate._measured", lambda *_: pytest.fail("it was measured"))
+    folder, file = tmp_path / "cards.json", tmp_path / "x.json"
+    folder.mkdir()
+    answers = [run("--calibrate", "--output", str(folder))]
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    answers.append(run("--calibrate", "--output", str(file)))
+    for result, target in zip(answers, (folder, file), strict=True):
+        assert result.exit_code == 1 and result.stderr.count("\n") == 1, result.output
+        assert f"--output {target}: cannot be written" in result.stderr
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 def test_calibration_is_used(tmp_path: Path) -> None:
     path = tmp_path / "cards.json"
     result = run("--calibrate", "--gpus", "1", "--output", str(path))

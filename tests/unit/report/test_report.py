@@ -324,8 +324,13 @@ def test_errors_are_one_line(make_run: Maker, file: str | None, content: str | N
 
 
 def test_output_that_cannot_be_written(make_run: Maker, tmp_path: Path) -> None:
-    code, _, err = report(str(make_run("made")), "--output", str(tmp_path / "no" / "x.html"))
-    assert code == 1 and "cannot be written" in err
+    run, folder = str(make_run("made")), tmp_path / "folder"
+    folder.mkdir()
+    before = sorted(tmp_path.iterdir())
+    for target in (tmp_path / "no" / "x.html", folder):
+        code, _, err = report(run, "--output", str(target))
+        assert code == 1 and f"{target}: cannot be written" in err and err.count("\n") == 1
+        assert sorted(tmp_path.iterdir()) == before
 
 
 def test_thinning_keeps_ends_and_spikes() -> None:
