@@ -17,10 +17,38 @@ MAX_WIDTH = 128
 
 
 def check_tensors(name: str, **given: Any) -> None:
+    """Each is a tensor."""
+    for argument, x in given.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name}: {argument} is of type {type(x).__name__}; pass a tensor")
+
+
+def check_optional(name: str, **given: Any) -> None:
     """Each is a tensor or None."""
     for argument, x in given.items():
         if x is not None and not isinstance(x, Tensor):
-            raise ValueError(f"{name}: {argument} is of type {type(x).__name__}; pass a tensor")
+            check_tensors(name, **{argument: x})
+
+
+def check_kind(name: str, where: str, state: Any, kind: type) -> None:
+    """A state is of the scan that it is given to."""
+    if not isinstance(state, kind):
+        raise ValueError(f"{name}: {where} is of type {type(state).__name__}; pass a {kind.__name__}")
+
+
+def check_theta(name: str, theta: Any, features: Tensor) -> None:
+    """Angles of LRPE beside what has `features` [.., H, D]; [D] alone would be broadcast over heads."""
+    check_tensors(name, theta=theta)
+    if theta.shape != features.shape[-2:]:
+        raise ValueError(f"{name}: theta has shape {tuple(theta.shape)}; expected [H, D] = {list(features.shape[-2:])}")
+    if not theta.is_floating_point():
+        raise ValueError(f"{name}: theta has dtype {theta.dtype}; pass floating-point angles, in radians a token")
+    if theta.device != features.device:
+        raise ValueError(f"{name}: theta is on {theta.device}, what it turns on {features.device}; move it")
+
+
+def is_integer(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
 def check_scan_arguments(
@@ -52,15 +80,12 @@ def check_scan_arguments(
         raise ValueError(
             f"additive_scan: value shape {tuple(value.shape)} must begin as query's {tuple(query.shape)} does (B, N, H)"
         )
-    heads, width = query.shape[2:]
     if decay is not None and decay.shape != key.shape:
         raise ValueError(f"additive_scan: decay shape {tuple(decay.shape)} differs from key's {tuple(key.shape)}")
-    if theta is not None and theta.shape != (heads, width):
-        raise ValueError(f"additive_scan: theta has shape {tuple(theta.shape)}; expected [H, D] = [{heads}, {width}]")
-    if theta is not None and not theta.is_floating_point():
-        raise ValueError(
-            f"additive_scan: theta has dtype {theta.dtype}; pass floating-point angles, in radians a token"
-        )
+    if decay is not None and decay.device != key.device:
+        raise ValueError(f"additive_scan: decay is on {decay.device}, key on {key.device}; move it")
+    if theta is not None:
+        check_theta("additive_scan", theta, query)
     check_mask("additive_scan", key_mask, query)
     if coordinates is not None:
         _check_coordinates(coordinates, query, causal)
@@ -75,7 +100,7 @@ def _check_coordinates(coordinates: Tensor, query: Tensor, causal: bool) -> None
     tokens, width = query.shape[1], query.shape[3]
     if causal:
         raise ValueError("additive_scan: coordinates were given with causal=True, where only lags matter; drop them")
-    if coordinates.is_floating_point() or coordinates.is_complex() or coordinates.dtype == torch.bool:
+    if not is_integer(coordinates):
         raise ValueError(f"additive_scan: coordinates have dtype {coordinates.dtype}; pass integers")
     if coordinates.ndim not in (1, 2) or coordinates.shape[0] != tokens:
         raise ValueError(

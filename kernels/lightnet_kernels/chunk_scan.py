@@ -226,7 +226,7 @@ def _followed_blocks(packed: Tensor, counts: list[int]) -> list[slice]:
 
 def _cut(packed: Tensor, first: int, last: int) -> list[slice]:
     items = packed.shape[1] * packed.shape[2]
-    size = max(1, BLOCK_ITEMS * CHUNK // items) if packed.device.type == "cpu" else max(last - first, 1)
+    size = max(1, BLOCK_ITEMS * CHUNK // max(items, 1)) if packed.device.type == "cpu" else max(last - first, 1)
     return [slice(start, min(start + size, last)) for start in range(first, last, size)]
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .checks import check_kind, check_tensors, check_theta
 from .companions import choose_triton, kernels
 from .lrpe import double, move_origin, rotation
 from .state import ScanState, ToeplitzState, scale_between
@@ -57,6 +58,7 @@ def decode_state(state: ScanState, theta: Tensor | None = None, dtype: torch.dty
     theta: [H, D], of the scan; it is kept. dtype: of the keys and values to come; the state itself is float32, or
     float64 where dtype is.
     """
+    check_kind("decode_state", "state", state, ScanState)
     batch, heads, width = state.max.shape
     if state.kv.shape[2] != width * (1 if theta is None else 2):
         raise ValueError(
@@ -66,6 +68,7 @@ def decode_state(state: ScanState, theta: Tensor | None = None, dtype: torch.dty
     kind = torch.float64 if dtype == torch.float64 else torch.float32
     angles = turn = None
     if theta is not None:
+        check_theta("decode_state", theta, state.max)
         theta = theta.detach()
         angles = torch.stack(rotation(theta, torch.arange(BLOCK, device=theta.device), kind))
         turn = torch.stack(rotation(theta, torch.tensor(BLOCK, device=theta.device), torch.float64))
@@ -99,6 +102,7 @@ def _split(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def scan_state(state: DecodeState) -> ScanState:
     """What `additive_scan` continues from: a copy, at any time. Its angle 0 is the next token."""
+    check_kind("scan_state", "state", state, DecodeState)
     top, mass, kv = _entered(state)
     kind = state.kv.dtype
     return ScanState(top, mass.to(kind), kv.to(kind), state.length.clone())
@@ -196,6 +200,8 @@ def toeplitz_step(state: ToeplitzState, x: Tensor, decay: Tensor, gain: Tensor, 
     state: hidden [B, d, e] float32 (or float64), contiguous. x: [B, d], any floating dtype. decay, gain: [d, e].
     backend: as in `decode_step`. Returns y [B, d] in x's dtype; no gradients.
     """
+    check_kind("toeplitz_step", "state", state, ToeplitzState)
+    check_tensors("toeplitz_step", x=x, decay=decay, gain=gain)
     if x.shape != state.hidden.shape[:2] or decay.shape != state.hidden.shape[1:] or gain.shape != decay.shape:
         raise ValueError(
             f"toeplitz_step: x {tuple(x.shape)}, decay {tuple(decay.shape)}, gain {tuple(gain.shape)} and state.hidden "
@@ -264,6 +270,8 @@ _toeplitz_step_op.register_fake(_fake_toeplitz_step)
 def _check_step(state: DecodeState, query: Tensor, key: Tensor, value: Tensor, activation: str | None) -> None:
     if activation not in ("silu", "none", None):
         raise ValueError(f"decode_step: unknown activation {activation!r}; choose 'silu', 'none' or None")
+    check_kind("decode_step", "state", state, DecodeState)
+    check_tensors("decode_step", query=query, key=key, value=value)
     batch, heads, _, width = state.keys.shape
     for name, x, last in (("query", query, width), ("key", key, width), ("value", value, state.values.shape[3])):
         if tuple(x.shape) != (batch, heads, last):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from .checks import check_tensors
 from .companions import choose_triton, kernels, on_device
 
 CHUNK = 4096  # tokens: with fewer, reading and writing the weight's gradient once a chunk would show
@@ -56,8 +57,10 @@ def linear_cross_entropy(
         the input of any column-parallel layer.
 
     Raises:
-        ValueError: on shapes, dtypes, a reduction it does not know, or a backend that cannot serve.
+        ValueError: on shapes, dtypes, a vocab_size beyond the rows of all ranks, a reduction it does not know, or a backend
+            that cannot serve.
     """
+    check_tensors("linear_cross_entropy", hidden=hidden, weight=weight, labels=labels)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -66,6 +69,10 @@ def linear_cross_entropy(
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     rows = weight.shape[0]
     total = ranks * rows if vocab_size is None else vocab_size
+    if vocab_size is not None and not 1 <= vocab_size <= ranks * rows:
+        raise ValueError(
+            f"linear_cross_entropy: vocab_size is {vocab_size}; pass 1 to {ranks * rows}, the rows of weight on all ranks"
+        )
     valid = max(0, min(rows, total - rank * rows))  # of this rank's rows
     name = "" if ranks == 1 or group is None else group.group_name
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous()
@@ -87,7 +94,7 @@ def reference(hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int) -
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str, chunk: int) -> None:
     name = "linear_cross_entropy"
-    if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
+    if weight.ndim != 2 or not hidden.ndim or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{name}: hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit; expected [.., W] and [V, W]"
         )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_tensors
 from .companions import choose_triton, kernels
 from .norms import MAX_WIDTH, _check, add_norm, norm
 from .operators import Operator
@@ -22,7 +23,15 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     Args:
         x: [B, N, W], or [1, B * N, W].
         shift, scale: [B, W].
+
+    Raises:
+        ValueError: on shapes.
     """
+    _check_vectors("modulate", x, {"shift": shift, "scale": scale})
+    return _modulated(x, shift, scale)
+
+
+def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     rows, one = x.view(len(shift), -1, x.shape[-1]), torch.ones((), dtype=x.dtype, device=x.device)
     return torch.addcmul(shift.to(x.dtype)[:, None], rows, one + scale.to(x.dtype)[:, None]).view(x.shape)
 
@@ -51,10 +60,10 @@ def modulated_norm(
     Raises:
         ValueError: on shapes, or as `norm`.
     """
-    _check("modulated_norm", kind, x, {}, weight, bias, x.shape[-1:])
+    _check("modulated_norm", kind, x, {}, weight, bias, 1)
     vectors = {"shift": shift, "scale": scale}
     if not _by_triton("modulated_norm", backend, x, None, vectors, weight, bias):
-        return modulate(norm(x, weight, bias, kind=kind, eps=eps, backend="torch"), shift, scale)
+        return _modulated(norm(x, weight, bias, kind=kind, eps=eps, backend="torch"), shift, scale)
     return _call(x, None, None, shift, scale, weight, bias, kind, eps)[0]
 
 
@@ -84,17 +93,18 @@ def gated_add_norm(
     Raises:
         ValueError: on shapes, or as `norm`.
     """
-    _check("gated_add_norm", kind, x, {"branch": branch}, weight, bias, x.shape[-1:])
+    _check("gated_add_norm", kind, x, {"branch": branch}, weight, bias, 1)
     vectors = {"gate": gate, "shift": shift, "scale": scale}
     if not _by_triton("gated_add_norm", backend, x, branch, vectors, weight, bias):
         total, y = add_norm(x, _gated(branch, gate), weight, bias, kind=kind, eps=eps, backend="torch")
-        return total, modulate(y, shift, scale)
+        return total, _modulated(y, shift, scale)
     y, total = _call(x, branch, gate, shift, scale, weight, bias, kind, eps)
     return total, y
 
 
 def gated_add(x: Tensor, branch: Tensor, gate: Tensor, *, backend: str = "auto") -> Tensor:
     """x + gate branch; arguments and result as of `gated_add_norm`."""
+    check_tensors("gated_add", x=x, branch=branch)
     if branch.shape != x.shape:
         raise ValueError(f"gated_add: branch has shape {tuple(branch.shape)}; expected x's {tuple(x.shape)}")
     if not _by_triton("gated_add", backend, x, branch, {"gate": gate}):
@@ -109,6 +119,15 @@ def _gated(x: Tensor, gate: Tensor) -> Tensor:
 def _by_triton(
     name: str, backend: str, x: Tensor, branch: Tensor | None, vectors: dict[str, Tensor], *weights: Tensor | None
 ) -> bool:
+    _check_vectors(name, x, vectors)
+    limit = f"width {x.shape[-1]}, above {MAX_WIDTH}" if x.shape[-1] > MAX_WIDTH else None
+    return choose_triton(name, backend, "triton_modulation", x, branch, *vectors.values(), *weights, limit=limit)
+
+
+def _check_vectors(name: str, x: Tensor, vectors: dict[str, Tensor]) -> None:
+    check_tensors(name, x=x, **vectors)
+    if x.ndim < 1:
+        raise ValueError(f"{name}: x has shape (); expected [B, N, W]")
     rows, first = x.shape[:-1].numel(), next(iter(vectors.values()))
     wanted = (first.shape[0] if first.ndim else 0, x.shape[-1])
     for label, vector in vectors.items():
@@ -116,8 +135,6 @@ def _by_triton(
             raise ValueError(f"{name}: {label} has shape {tuple(vector.shape)}; expected samples, width {wanted}")
     if wanted[0] == 0 or rows % wanted[0]:
         raise ValueError(f"{name}: {rows} tokens are not {wanted[0]} samples of one length; pass vectors [B, W]")
-    limit = f"width {x.shape[-1]}, above {MAX_WIDTH}" if x.shape[-1] > MAX_WIDTH else None
-    return choose_triton(name, backend, "triton_modulation", x, branch, *vectors.values(), *weights, limit=limit)
 
 
 def _call(

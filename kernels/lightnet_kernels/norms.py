@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_optional, check_tensors
 from .companions import choose_triton, kernels
 from .operators import Operator
 
@@ -44,7 +45,7 @@ def norm(
     Raises:
         ValueError: on shapes, a kind without its weights, or a backend that cannot serve.
     """
-    _check("norm", kind, x, {}, weight, bias, x.shape[-1:])
+    _check("norm", kind, x, {}, weight, bias, 1)
     if not _by_triton("norm", backend, x, weight, bias):
         return _reference(x, weight, bias, kind, eps)
     return _call(x, None, None, weight, bias, kind, eps, 1)[0]
@@ -71,7 +72,7 @@ def norm_beside(
     Raises:
         ValueError: as `norm`.
     """
-    _check("norm_beside", kind, x, {}, weight, bias, x.shape[-1:])
+    _check("norm_beside", kind, x, {}, weight, bias, 1)
     by_triton = _by_triton("norm_beside", backend, x, weight, bias)
     if not by_triton or not torch.is_grad_enabled() or torch.compiler.is_compiling() or type(x) is not Tensor:
         return x, norm(x, weight, bias, kind=kind, eps=eps, backend=backend)
@@ -102,7 +103,7 @@ def add_norm(
     Raises:
         ValueError: as `norm`.
     """
-    _check("add_norm", kind, x, {"residual": residual}, weight, bias, x.shape[-1:])
+    _check("add_norm", kind, x, {"residual": residual}, weight, bias, 1)
     if not _by_triton("add_norm", backend, x, residual, weight, bias):
         total = x + residual
         return total, _reference(total, weight, bias, kind, eps)
@@ -134,9 +135,7 @@ def gated_norm(
     Raises:
         ValueError: as `norm`.
     """
-    if x.ndim < 2:
-        raise ValueError(f"gated_norm: x has shape {tuple(x.shape)}; expected [.., heads, head width]")
-    _check("gated_norm", kind, x, {"gate": gate}, weight, bias, x.shape[-2:])
+    _check("gated_norm", kind, x, {"gate": gate}, weight, bias, 2)
     if not _by_triton("gated_norm", backend, x, gate, weight, bias):
         return (_reference(x, weight, bias, kind, eps) * torch.sigmoid(gate)).contiguous()
     return _call(x, None, gate, weight, bias, kind, eps, x.shape[-2])[0]
@@ -162,12 +161,19 @@ def _check(
     others: dict[str, Tensor],
     weight: Tensor | None,
     bias: Tensor | None,
-    features: torch.Size,
+    dims: int,
 ) -> None:
+    """A weight has the size of the last `dims` dimensions of x, and others x's shape."""
+    check_tensors(name, x=x, **others)
+    check_optional(name, weight=weight, bias=bias)
     if kind not in KINDS:
         raise ValueError(f"{name}: unknown kind {kind!r}; choose one of {', '.join(KINDS)}")
     if not x.is_floating_point():
         raise ValueError(f"{name}: x has dtype {x.dtype}; pass a floating-point tensor")
+    if x.ndim < dims:
+        expected = "[.., W]" if dims == 1 else "[.., heads, head width]"
+        raise ValueError(f"{name}: x has shape {tuple(x.shape)}; expected {expected}")
+    features = x.shape[-dims:]
     for label, other in others.items():
         if other.shape != x.shape:
             raise ValueError(f"{name}: {label} has shape {tuple(other.shape)}; expected x's {tuple(x.shape)}")

@@ -13,6 +13,8 @@ from .checks import (
     check_backend,
     check_cu_seqlens,
     check_exchange,
+    check_kind,
+    check_optional,
     check_scan_arguments,
     check_state_tensors,
     check_tensors,
@@ -155,8 +157,9 @@ def additive_scan(
     Raises ValueError for arguments that do not fit, naming the argument and the entry.
     """
     given = query, key, value
-    check_tensors(
-        "additive_scan", query=query, key=key, value=value, theta=theta, coordinates=coordinates, decay=decay,
+    check_tensors("additive_scan", query=query)
+    check_optional(
+        "additive_scan", key=key, value=value, theta=theta, coordinates=coordinates, decay=decay,
         cu_seqlens=cu_seqlens, key_mask=key_mask,
     )  # fmt: skip
     if key is None and value is None and query.ndim == 5 and query.shape[3] == 3:
@@ -180,7 +183,7 @@ def additive_scan(
     if activation not in ("silu", "none", None):
         raise ValueError(f"additive_scan: unknown activation {activation!r}; choose 'silu', 'none' or None")
     check_exchange("additive_scan", exchange, "prefix" if causal else "total")
-    sequences = query.shape[0] if cu_seqlens is None else max(cu_seqlens.shape[0] - 1, 0)
+    sequences = query.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
     _check_state("initial_state", initial_state, sequences, query, value, theta)
     if name == "triton":
         triton = _triton()
@@ -346,8 +349,7 @@ def _check_state(
 ) -> None:
     if state is None:
         return
-    if not isinstance(state, ScanState):
-        raise ValueError(f"additive_scan: {where} is of type {type(state).__name__}; pass a ScanState")
+    check_kind("additive_scan", where, state, ScanState)
     heads, width = query.shape[2:]
     rows = width if theta is None else 2 * width
     check_state_tensors(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .checks import check_kind, check_tensors, check_theta, is_integer
 from .lrpe import move_origin
 
 
@@ -72,12 +73,14 @@ def merge_states(left: ScanState, right: ScanState, theta: Tensor | None = None)
     cos and sin in float64. States on a shared origin (bidirectional calls with coordinates) are merged without theta.
     Associative; commutative only without theta. Differentiable in sum, kv and theta; max is a constant.
     """
+    for where, state in (("left", left), ("right", right)):
+        check_kind("merge_states", where, state, ScanState)
     if left.kv.shape != right.kv.shape:
         raise ValueError(
             f"merge_states: kv shapes {tuple(left.kv.shape)} and {tuple(right.kv.shape)} differ; "
             "merge states of the same model and batch (identity_state makes a neutral one)"
         )
-    _check_doubled("merge_states", left.kv, left.max, theta)
+    _check_doubled("merge_states", left, theta)
     left_max, right_max = left.max.detach(), right.max.detach()
     new_max = torch.maximum(left_max, right_max)
     left_scale, right_scale = scale_between(left_max, new_max), scale_between(right_max, new_max)
@@ -92,19 +95,35 @@ def merge_states(left: ScanState, right: ScanState, theta: Tensor | None = None)
 
 def shift_state(state: ScanState, tokens: Tensor | int, theta: Tensor | None) -> ScanState:
     """The same state with angle 0 moved `tokens` later (int or [B]; negative: earlier). A no-op without theta."""
+    check_kind("shift_state", "state", state, ScanState)
+    batch = state.kv.shape[0]
+    if isinstance(tokens, Tensor):
+        if not is_integer(tokens) or tokens.shape not in ((), (batch,)):
+            raise ValueError(
+                f"shift_state: tokens are {tokens.dtype} {tuple(tokens.shape)}; pass an int, or integers [B] = [{batch}]"
+            )
+    elif not isinstance(tokens, int):
+        raise ValueError(f"shift_state: tokens are of type {type(tokens).__name__}; pass an int, or integers [B]")
     if theta is None:
         return state
-    _check_doubled("shift_state", state.kv, state.max, theta)
-    steps = torch.as_tensor(tokens, dtype=torch.int64, device=state.kv.device).expand(state.kv.shape[0])
+    _check_doubled("shift_state", state, theta)
+    steps = torch.as_tensor(tokens, dtype=torch.int64, device=state.kv.device).expand(batch)
     return state._replace(kv=move_origin(state.kv, theta, steps))
 
 
 def merge_toeplitz_states(left: ToeplitzState, right: ToeplitzState, decay: Tensor) -> ToeplitzState:
     """State of the tokens of `left` followed by those of `right`: lambda^(right.length) h_left + h_right."""
+    for where, state in (("left", left), ("right", right)):
+        check_kind("merge_toeplitz_states", where, state, ToeplitzState)
+    check_tensors("merge_toeplitz_states", decay=decay)
     if left.hidden.shape != right.hidden.shape:
         raise ValueError(
             f"merge_toeplitz_states: hidden shapes {tuple(left.hidden.shape)} and {tuple(right.hidden.shape)} differ; "
             "merge states of the same layer and batch"
+        )
+    if decay.shape != left.hidden.shape[1:]:
+        raise ValueError(
+            f"merge_toeplitz_states: decay has shape {tuple(decay.shape)}; expected [d, e] = {list(left.hidden.shape[1:])}"
         )
     # pow keeps the gradient right at lambda = 0, where exp(n log lambda) has none; float64 for n up to millions.
     factor = decay.double() ** right.length.double()[:, None, None]
@@ -118,9 +137,13 @@ def _rows(scale: Tensor, kv: Tensor) -> Tensor:
     return scale.repeat(1, 1, repeats).unsqueeze(-1)
 
 
-def _check_doubled(name: str, kv: Tensor, maximum: Tensor, theta: Tensor | None) -> None:
-    if theta is not None and kv.shape[2] != 2 * maximum.shape[2]:
+def _check_doubled(name: str, state: ScanState, theta: Tensor | None) -> None:
+    if theta is None:
+        return
+    check_theta(name, theta, state.max)
+    rows, width = state.kv.shape[2], state.max.shape[2]
+    if rows != 2 * width:
         raise ValueError(
-            f"{name}: theta was given but state.kv has {kv.shape[2]} rows for {maximum.shape[2]} features, not twice "
+            f"{name}: theta was given but state.kv has {rows} rows for {width} features, not twice "
             "as many; pass theta only for states of a scan with theta"
         )

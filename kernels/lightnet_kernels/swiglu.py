@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .checks import check_optional, check_tensors
 from .companions import choose_triton, kernels
 from .operators import Operator
 
@@ -28,6 +29,10 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, backend: str = "auto") -> 
     Raises:
         ValueError: on shapes, or a backend that cannot serve.
     """
+    check_tensors("swiglu", gate=gate)
+    check_optional("swiglu", up=up)
+    if gate.ndim < 1 or not gate.is_floating_point():
+        raise ValueError(f"swiglu: gate is {gate.dtype} {tuple(gate.shape)}; expected a floating-point [.., W]")
     if up is not None and up.shape != gate.shape:
         raise ValueError(f"swiglu: up has shape {tuple(up.shape)}; expected gate's {tuple(gate.shape)}")
     if up is None and gate.shape[-1] % 2:

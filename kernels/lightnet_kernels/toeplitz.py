@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from . import toeplitz_reference, toeplitz_torch
-from .checks import check_backend, check_cu_seqlens, check_exchange, check_mask, check_state_tensors
+from .checks import (
+    check_backend,
+    check_cu_seqlens,
+    check_exchange,
+    check_kind,
+    check_mask,
+    check_optional,
+    check_state_tensors,
+    check_tensors,
+)
 from .companions import choose_triton
 from .state import ToeplitzState, merge_toeplitz_states
 
@@ -90,6 +99,8 @@ def toeplitz_scan(
     Raises ValueError for arguments that do not fit.
     """
     name = "toeplitz_scan"
+    check_tensors(name, x=x, decay=decay, gain=gain)
+    check_optional(name, cu_seqlens=cu_seqlens, key_mask=key_mask)
     if x.ndim != 3 or not x.is_floating_point():
         raise ValueError(f"{name}: x is {x.dtype} {tuple(x.shape)}; expected a floating-point [B, N, d]")
     for label, parameter in (("decay", decay), ("gain", gain)):
@@ -98,6 +109,8 @@ def toeplitz_scan(
                 f"{name}: {label} has shape {tuple(parameter.shape)}; expected [d, e] with d = {x.shape[2]}, "
                 "alike for decay and gain"
             )
+        if parameter.device != x.device:
+            raise ValueError(f"{name}: {label} is on {parameter.device}, x on {x.device}; move it")
     check_mask(name, key_mask, x)
     chosen = _choose_backend(backend, x, decay, key_mask)
     check_exchange(name, exchange, "prefix")
@@ -108,7 +121,7 @@ def toeplitz_scan(
     if not (inside and torch.compiler.is_compiling()):  # the number of states decides steps outside of operators, too
         checked = check_cu_seqlens(name, cu_seqlens, x.shape[0], x.shape[1])
         bounds = cu_seqlens if inside else checked
-    sequences = x.shape[0] if cu_seqlens is None else max(cu_seqlens.shape[0] - 1, 0)
+    sequences = x.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 0)
     shapes = (sequences, *decay.shape)
 
     if key_mask is not None:
@@ -144,5 +157,6 @@ def toeplitz_scan(
 
 
 def _check(where: str, state: ToeplitzState, shapes: tuple[int, ...]) -> None:
+    check_kind("toeplitz_scan", where, state, ToeplitzState)
     expected = {"hidden": (state.hidden, shapes), "length": (state.length, shapes[:1])}
     check_state_tensors("toeplitz_scan", where, expected)

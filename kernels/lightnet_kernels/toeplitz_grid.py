@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_tensors
 from .companions import choose_triton, kernels
 from .operators import Operator
 from .toeplitz import toeplitz_scan
@@ -36,8 +37,8 @@ def toeplitz_grid(
     Raises:
         ValueError: on shapes, or a backend that cannot serve.
     """
-    axes, shape = x.ndim - 2, (x.ndim - 2, x.shape[-1])
-    if axes < 1 or decay.ndim != 3 or decay.shape[:2] != shape or gain.shape != decay.shape:
+    check_tensors("toeplitz_grid", x=x, decay=decay, gain=gain)
+    if x.ndim < 3 or decay.ndim != 3 or decay.shape[:2] != (x.ndim - 2, x.shape[-1]) or gain.shape != decay.shape:
         raise ValueError(
             f"toeplitz_grid: x {tuple(x.shape)}, decay {tuple(decay.shape)} and gain {tuple(gain.shape)} do not fit; "
             "expected [B, *grid, d] and twice [axes, d, e]"

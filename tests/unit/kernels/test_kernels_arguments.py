@@ -42,6 +42,8 @@ BAD_SCANS = [
     ({"cu_seqlens": cuts(0, 10, dtype=torch.int16)}, ["cu_seqlens", "int16", "int32"]),
     ({"cu_seqlens": cuts(0.0, 10.0, dtype=torch.float32)}, ["cu_seqlens", "float32"]),
     ({"cu_seqlens": cuts(0)}, ["cu_seqlens", "at least 2"]),
+    ({"cu_seqlens": torch.tensor(10)}, ["cu_seqlens", "()", "at least 2"]),
+    ({"cu_seqlens": torch.tensor(10), "causal": False}, ["cu_seqlens", "()", "at least 2"]),
     (
         {"query": X.expand(2, -1, -1, -1), "key": X.expand(2, -1, -1, -1), "value": X.expand(2, -1, -1, -1),
          "cu_seqlens": cuts(0, 10)},
@@ -57,6 +59,9 @@ BAD_SCANS = [
     ({"initial_state": identity_state(1, 2, 8, 8), "theta": torch.ones(2, 8)}, ["initial_state.kv", "2D"]),
     ({"initial_state": identity_state(1, 2, 8, 8), "cu_seqlens": cuts(0, 5, 10)}, ["initial_state", "segment"]),
     ({"query": X.tolist()}, ["query", "list", "tensor"]),
+    ({"query": None}, ["query", "NoneType", "tensor"]),
+    ({"theta": torch.ones(2, 8, device="meta")}, ["theta", "meta", "cpu", "move it"]),
+    ({"decay": X.to("meta")}, ["decay", "meta", "cpu", "move it"]),
     ({"theta": [0.1]}, ["theta", "list", "tensor"]),
     ({"theta": torch.ones(2, 8, dtype=LONG)}, ["theta", "int64", "floating"]),
     ({"cu_seqlens": [0, 10]}, ["cu_seqlens", "list", "tensor"]),
@@ -88,6 +93,15 @@ BAD_TOEPLITZ = [
     ({"cu_seqlens": cuts(0, 11)}, ["cu_seqlens[1] = 11"]),
     ({"key_mask": torch.ones(1, 10)}, ["key_mask"]),
     ({"initial_state": ToeplitzState(torch.zeros(1, 8, 4), torch.zeros(1))}, ["initial_state.hidden", "(1, 8, 3)"]),
+    ({"x": X[:, :, 0].numpy()}, ["x is", "ndarray", "tensor"]),
+    ({"gain": None}, ["gain", "NoneType", "tensor"]),
+    ({"decay": RATES.numpy()}, ["decay", "ndarray", "tensor"]),
+    ({"decay": RATES.to("meta")}, ["decay", "meta", "cpu", "move it"]),
+    ({"cu_seqlens": [0, 10]}, ["cu_seqlens", "list", "tensor"]),
+    ({"cu_seqlens": torch.tensor(10)}, ["cu_seqlens", "()", "at least 2"]),
+    ({"key_mask": [True] * 10}, ["key_mask", "list", "tensor"]),
+    ({"initial_state": torch.zeros(1, 8, 3)}, ["initial_state", "Tensor", "ToeplitzState"]),
+    ({"initial_state": identity_state(1, 2, 8, 8)}, ["initial_state", "ScanState", "ToeplitzState"]),
     ({"exchange": object()}, ["prefix"]),
     ({"exchange": type("OnlyPrefix", (), {"prefix": id})(), "bidirectional": True}, ["suffix"]),
 ]
@@ -104,19 +118,49 @@ def test_bad_toeplitz_arguments(change, words):
         assert word in message
 
 
-def test_bad_merges():
-    one, two = identity_state(1, 2, 8, 8), identity_state(2, 2, 8, 8)
-    with pytest.raises(ValueError, match="shapes"):
-        merge_states(one, two)
-    with pytest.raises(ValueError, match="twice"):
-        merge_states(one, one, torch.ones(2, 8))
-    with pytest.raises(ValueError, match="twice"):
-        shift_state(one, 3, torch.ones(2, 8))
-    with pytest.raises(ValueError, match="shapes"):
-        merge_toeplitz_states(
-            ToeplitzState(torch.zeros(1, 8, 4), torch.zeros(1)), ToeplitzState(torch.zeros(1, 8, 3), torch.zeros(1)),
-            RATES,
-        )  # fmt: skip
+ONE, LRPE, THETA = identity_state(2, 2, 8, 8), identity_state(2, 2, 8, 8, lrpe=True), torch.ones(2, 8)
+SUMS = ToeplitzState(torch.zeros(2, 8, 3), torch.zeros(2, dtype=LONG))
+BAD_MERGES = [
+    (merge_states, (ONE, identity_state(1, 2, 8, 8)), "kv shapes"),
+    (merge_states, (ONE, ONE, THETA), "twice"),
+    (merge_states, (LRPE, LRPE, THETA[0]), r"theta has shape \(8,\); expected \[H, D\] = \[2, 8\]"),
+    (merge_states, (LRPE, LRPE, THETA[:1]), r"theta has shape \(1, 8\)"),
+    (merge_states, (LRPE, LRPE, [0.1]), "theta is of type list; pass a tensor"),
+    (merge_states, (LRPE, LRPE, THETA.to("meta")), "theta is on meta"),
+    (merge_states, (SUMS, SUMS), "left is of type ToeplitzState; pass a ScanState"),
+    (merge_states, (ONE, None), "right is of type NoneType"),
+    (shift_state, (ONE, 3, THETA), "twice"),
+    (shift_state, (LRPE, 3, THETA[0]), r"theta has shape \(8,\)"),
+    (shift_state, (LRPE, 1.5, THETA), "tokens are of type float; pass an int"),
+    (shift_state, (ONE, 1.5, None), "tokens are of type float"),
+    (shift_state, (LRPE, torch.tensor(1.5), THETA), r"tokens are torch.float32 \(\)"),
+    (shift_state, (LRPE, torch.tensor([True, False]), THETA), "tokens are torch.bool"),
+    (shift_state, (LRPE, torch.tensor([1, 2, 3]), THETA), r"\(3,\); pass .* integers \[B\] = \[2\]"),
+    (shift_state, (SUMS, 1, None), "state is of type ToeplitzState"),
+    (merge_toeplitz_states, (SUMS, SUMS._replace(hidden=torch.zeros(2, 8, 4)), RATES), "hidden shapes"),
+    (merge_toeplitz_states, (SUMS, SUMS, RATES[0]), r"decay has shape \(3,\); expected \[d, e\] = \[8, 3\]"),
+    (merge_toeplitz_states, (SUMS, SUMS, RATES[:, 0]), r"decay has shape \(8,\)"),
+    (merge_toeplitz_states, (SUMS, SUMS, 0.5), "decay is of type float"),
+    (merge_toeplitz_states, (SUMS, ONE, RATES), "right is of type ScanState; pass a ToeplitzState"),
+    (merge_toeplitz_states, (SUMS.hidden, SUMS.hidden, RATES), "left is of type Tensor"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "words"), BAD_MERGES)
+def test_bad_merges(function, arguments, words):
+    with pytest.raises(ValueError, match=rf"^{function.__name__}: [^\n]*{words}"):
+        function(*arguments)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("theta", [None, torch.ones(0, 8)])
+def test_no_heads(causal, backend, theta):
+    x = X[:, :, :0].clone().requires_grad_()
+    output, state = additive_scan(x, x, x, theta=theta, causal=causal, backend=backend, return_state=True)
+    assert output.shape == x.shape and state.kv.shape[1] == 0 and state.length.tolist() == [10]
+    output.sum().backward()
+    assert x.grad.shape == x.shape
 
 
 def test_transformers_still_imports_from_the_repository_root():

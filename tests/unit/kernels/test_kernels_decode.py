@@ -176,14 +176,28 @@ def test_a_quarter_million_small_masses_add_up_and_angles_do_not_drift():
 def test_refusals():
     state = decode_state(identity_state(2, 1, 4, 3), dtype=torch.bfloat16)
     token = [torch.zeros(2, 1, 4), torch.zeros(2, 1, 4), torch.zeros(2, 1, 3)]
-    with pytest.raises(ValueError, match=r"query is torch.float32, the state keeps torch.bfloat16"):
-        decode_step(state, *token)
-    with pytest.raises(ValueError, match=r"value has shape .*; expected \(2, 1, 3\)"):
-        decode_step(state, *(x.bfloat16() for x in token[:2]), torch.zeros(2, 1, 4).bfloat16())
-    with pytest.raises(ValueError, match="pass theta for the state of a scan with theta"):
-        decode_state(identity_state(2, 1, 4, 3, lrpe=True))
-    with pytest.raises(ValueError, match="do not fit"):
-        toeplitz_step(ToeplitzState(torch.zeros(2, 3, 4), torch.zeros(2)), torch.zeros(2, 4), *torch.zeros(2, 3, 4))
+    half = [x.bfloat16() for x in token]
+    plain, lrpe, theta = identity_state(2, 2, 4, 3), identity_state(2, 2, 4, 3, lrpe=True), torch.ones(2, 4)
+    sums, x, rates = ToeplitzState(torch.zeros(2, 3, 4), torch.zeros(2)), torch.zeros(2, 3), torch.zeros(3, 4)
+    cases = [
+        (decode_step, (state, *token), r"query is torch.float32, the state keeps torch.bfloat16"),
+        (decode_step, (state, *half[:2], half[0]), r"value has shape .*; expected \(2, 1, 3\)"),
+        (decode_step, (plain, *half), "state is of type ScanState; pass a DecodeState"),
+        (decode_step, (state, token[0].numpy(), *half[1:]), "query is of type ndarray; pass a tensor"),
+        (scan_state, (plain,), "state is of type ScanState; pass a DecodeState"),
+        (decode_state, (lrpe,), "pass theta for the state of a scan with theta"),
+        (decode_state, (lrpe, theta[0]), r"theta has shape \(4,\); expected \[H, D\] = \[2, 4\]"),
+        (decode_state, (lrpe, theta[:1]), r"theta has shape \(1, 4\)"),
+        (decode_state, (lrpe, [0.1]), "theta is of type list"),
+        (decode_state, (lrpe, theta.to("meta")), "theta is on meta"),
+        (decode_state, (sums,), "state is of type ToeplitzState; pass a ScanState"),
+        (toeplitz_step, (sums, x[:, :2], rates, rates), "do not fit"),
+        (toeplitz_step, (sums.hidden, x, rates, rates), "state is of type Tensor; pass a ToeplitzState"),
+        (toeplitz_step, (sums, x.numpy(), rates, rates), "x is of type ndarray"),
+    ]
+    for function, arguments, words in cases:
+        with pytest.raises(ValueError, match=rf"^{function.__name__}: [^\n]*{words}"):
+            function(*arguments)
     if not INSIDE:
         with pytest.raises(ValueError, match=r"tensors on a CPU"):
-            decode_step(state, *(x.bfloat16() for x in token), backend="triton")
+            decode_step(state, *half, backend="triton")

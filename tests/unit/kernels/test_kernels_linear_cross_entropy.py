@@ -183,6 +183,12 @@ def test_bad_input_says_a_way_out():
         ((hidden, weight, labels.float()), {}, "pass int32 or int64"),
         ((hidden, weight, labels), {"reduction": "mean"}, "choose none or sum"),
         ((hidden, weight, labels), {"chunk": 0}, "pass at least 1"),
+        ((hidden, weight, labels), {"vocab_size": 0}, "vocab_size is 0; pass 1 to 16"),
+        ((hidden, weight, labels), {"vocab_size": -3}, "vocab_size is -3"),
+        ((hidden, weight, labels), {"vocab_size": 17}, "vocab_size is 17; pass 1 to 16"),
+        ((hidden[0, 0], weight, labels), {}, "do not fit"),
+        ((hidden.numpy(), weight, labels), {}, "hidden is of type ndarray; pass a tensor"),
+        ((hidden, weight, labels.tolist()), {}, "labels is of type list; pass a tensor"),
     ]
     for args, options, words in cases:
         with pytest.raises(ValueError, match=words) as caught:

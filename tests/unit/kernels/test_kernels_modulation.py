@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightnet_kernels import gated_add, gated_add_norm, modulated_norm
+from lightnet_kernels import gated_add, gated_add_norm, modulate, modulated_norm
 
 from . import companion_table
 from . import modulation_table as table
@@ -41,6 +41,20 @@ def test_bad_input_says_a_way_out():
         ),
         (lambda: modulated_norm(x, row, row, kind="rms", eps=1e-5), "takes a weight; pass weight=a tensor of 8"),
         (lambda: gated_add_norm(x, x[:1], row, row, row, **options), r"branch has shape \(1, 3, 8\); expected x's"),
+        (lambda: modulated_norm(x[0, 0, 0], row, row, **options), r"x has shape \(\)"),
+        (lambda: modulated_norm(x, None, row, **options), "shift is of type NoneType; pass a tensor"),
+        (lambda: gated_add_norm(x, x.numpy(), row, row, row, **options), "branch is of type ndarray"),
+        (lambda: modulate(x, row[:, :5], row), r"shift has shape \(2, 5\); expected samples, width \(2, 8\)"),
+        (lambda: modulate(x, row, row[:1]), r"modulate: scale has shape \(1, 8\)"),
+        (lambda: modulate(x, row[0], row[0]), r"shift has shape \(8,\)"),
+        (lambda: modulate(x, row[0, 0], row), r"shift has shape \(\)"),
+        (lambda: modulate(x, row.repeat(2, 1), row.repeat(2, 1)), "6 tokens are not 4 samples"),
+        (lambda: modulate(x[0, 0, 0], row, row), r"x has shape \(\); expected \[B, N, W\]"),
+        (lambda: modulate(x.numpy(), row, row), "x is of type ndarray"),
+        (lambda: gated_add(x, None, row), "branch is of type NoneType"),
+        (lambda: gated_add(x, x, row.numpy()), "gate is of type ndarray"),
+        (lambda: gated_add(x, x, row[:, :5]), r"gate has shape \(2, 5\)"),
+        (lambda: gated_add(x[0, 0, 0], x[0, 0, 0], row), r"x has shape \(\)"),
         (lambda: gated_add(x, x[:1], row), r"branch has shape \(1, 3, 8\); expected x's"),
         (lambda: gated_add(x, x, row[:0]), "not 0 samples"),
         (lambda: gated_add(x, x, row, backend="triton"), "tensors on a CPU .*; use backend='auto'"),

@@ -94,3 +94,7 @@ def test_refusals_name_a_way_out():
         toeplitz_grid(torch.zeros(1, 33, 2, 4), *parameters, backend="triton")
     with pytest.raises(ValueError, match=r"expected \[B, \*grid, d\]"):
         toeplitz_grid(x, *torch.zeros(2, 1, 4, 3))
+    with pytest.raises(ValueError, match=r"x \(\), .* expected \[B, \*grid, d\]"):
+        toeplitz_grid(x[0, 0, 0, 0], *parameters)
+    with pytest.raises(ValueError, match="toeplitz_grid: x is of type ndarray; pass a tensor"):
+        toeplitz_grid(x.numpy(), *parameters)
