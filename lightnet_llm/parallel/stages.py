@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..config.model import ModelConfig
 from ..models import build_model
@@ -29,6 +29,12 @@ class PartLayers(PlainLayers):
 
     def _embedding(self, rows: int, width: int) -> nn.Module:
         return nn.Embedding(rows // self.tensor_parallel, width)
+
+    def cross_entropy(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, reduction: str = "none"
+    ) -> Tensor:
+        """Over this rank's own rows."""
+        return super().cross_entropy(hidden, weight, labels, min(vocab_size, len(weight)), reduction)
 
 
 def units(config: ModelConfig) -> list[str]:
