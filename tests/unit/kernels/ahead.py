@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from .compiled import no_card_needed
+from .compiled import no_card_needed, only_counted
 
 SMALL = ["model.layers=2", "model.width=256", "model.heads=2", "model.glu_width=384", "model.vocab_size=512"]
 CASES: dict[str, tuple[list[str], list[int]]] = {
@@ -26,24 +25,13 @@ CASES: dict[str, tuple[list[str], list[int]]] = {
 
 def main() -> int:
     no_card_needed()
-    from lightnet_kernels import ahead, checks, compile_ahead, cuda_chains, cuda_launch, triton_launch
-    from triton.runtime import JITFunction
+    from lightnet_kernels import ahead, checks, compile_ahead, cuda_chains, triton_launch
 
     from lightnet_llm.config import load_config
     from lightnet_llm.models import CausalLM, ForwardContext, initialize
     from lightnet_llm.models.block import Block
 
-    made: list[str] = []
-
-    def note(self: Any, key: Any, _signature: Any, device: Any, *_: Any) -> Any:
-        made.append(self.fn.__name__)
-        kernel = self.device_caches[device][0][key] = SimpleNamespace(metadata=SimpleNamespace(shared=0))
-        return kernel
-
-    def chain(name: str, _files: Any, constants: dict[str, int], *_: Any) -> None:
-        if (name, constants) not in chains:
-            chains.append((name, constants))
-            made.append(name)
+    made, _ = only_counted()
 
     def started(kernel: Any, grid: Any, arguments: Any, constants: Any) -> Any:
         kernel.warmup(*arguments, grid=grid, **constants)
@@ -55,9 +43,6 @@ def main() -> int:
         found = original(name, backend, known)
         return "triton" if found == "auto" and "triton" in known else found
 
-    chains: list[Any] = []
-    JITFunction._do_compile = note  # type: ignore[method-assign]
-    cuda_launch.launch = chain  # type: ignore[assignment]
     triton_launch._start = started  # type: ignore[assignment]
     ahead.GPU = "cpu"
     for name, module in list(sys.modules.items()):

@@ -16,6 +16,7 @@ import pkgutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -94,6 +95,29 @@ def no_card_needed(card: int = HOPPER) -> list[str]:
     # What is "launched" is compiled, too.
     triton_launch._local.together = triton_launch._Together(ThreadPoolExecutor(1), {}, {})
     return names
+
+
+def only_counted() -> tuple[list[str], list[Any]]:
+    """After `no_card_needed`: nothing is compiled. Returns names of what would be, Triton's and CUDA's, as they come, and what
+    is known of CUDA's; both may be cleared."""
+    from lightnet_kernels import cuda_launch
+
+    made: list[str] = []
+    known: list[Any] = []
+
+    def by_triton(self: Any, key: Any, _signature: Any, device: Any, *_: Any) -> Any:
+        made.append(self.fn.__name__)
+        kernel = self.device_caches[device][0][key] = SimpleNamespace(metadata=SimpleNamespace(shared=0))
+        return kernel
+
+    def by_cuda(name: str, _files: Any, constants: dict[str, int], *_: Any) -> None:
+        if (name, constants) not in known:
+            known.append((name, constants))
+            made.append(name)
+
+    JITFunction._do_compile = by_triton  # type: ignore[method-assign]
+    cuda_launch.launch = by_cuda  # type: ignore[assignment]
+    return made, known
 
 
 def drawn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
