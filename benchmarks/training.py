@@ -224,7 +224,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=[*CASES, "start"], default=[*CASES, "start"], metavar="CASE")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=[], help="beside each case that is measured")
     parser.add_argument("--seconds", type=float, default=150, help="limit of one of our jobs")
-    parser.add_argument("--peer-seconds", type=float, default=120, help="limit of a peer's")
+    parser.add_argument("--peer-seconds", type=float, default=300, help="limit of a peer's")
     parser.add_argument("--smoke", action="store_true", help="tiny models; the figures mean nothing")
     parser.add_argument("--output", type=Path, metavar="FILE")
     given = parser.parse_args()

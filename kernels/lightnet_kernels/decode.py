@@ -16,10 +16,12 @@ from torch import Tensor
 
 from .checks import check_kind, check_tensors, check_theta
 from .companions import choose_triton, kernels
+from .compiling import constant_result
 from .lrpe import double, move_origin, rotation
 from .state import ScanState, ToeplitzState, scale_between
 
 BLOCK = 64
+LOSES_BEGINNINGS = torch.__version__ < "2.13"  # seen in 2.11, not in 2.13
 TABLES = ("theta", "angles", "turn")  # of a state: what no step changes
 
 
@@ -72,7 +74,10 @@ def decode_state(state: ScanState, theta: Tensor | None = None, dtype: torch.dty
         theta = theta.detach()
         angles = torch.stack(rotation(theta, torch.arange(BLOCK, device=theta.device), kind))
         turn = torch.stack(rotation(theta, torch.tensor(BLOCK, device=theta.device), torch.float64))
-    block = torch.zeros(2, batch, heads, BLOCK, max(width, state.kv.shape[3]), dtype=dtype, device=state.kv.device)
+    keys, values = (
+        torch.zeros(batch, heads, BLOCK, size, dtype=dtype, device=state.kv.device)
+        for size in (width, state.kv.shape[3])
+    )
     # The maximum is a unit of account, so any rounding of it will do, with sum and kv in that unit.
     top = state.max.detach().to(kind, copy=True).contiguous()
     unit = scale_between(state.max, top.to(state.max.dtype)).detach()
@@ -84,8 +89,8 @@ def decode_state(state: ScanState, theta: Tensor | None = None, dtype: torch.dty
         kv,
         mass_low,
         kv_low.bfloat16(),
-        block[0, ..., :width].contiguous(),
-        block[1, ..., : state.kv.shape[3]].contiguous(),
+        keys,
+        values,
         torch.zeros(batch, dtype=torch.int32, device=state.kv.device),
         state.length.clone(),
         theta,
@@ -151,6 +156,7 @@ def decode_step(
     silu = activation == "silu"
     backend = _choose_backend("decode_step", backend, query, float64=state.kv.dtype == torch.float64)
     if _as_operator(backend):
+        _check_beginnings("decode_step", state)
         token = (query.detach(), key.detach(), value.detach())
         output: Tensor = _decode_step_op(*state, *token, silu, backend)
         return output
@@ -160,6 +166,22 @@ def decode_step(
 def _as_operator(backend: str) -> bool:
     """Whether a call is one operator: torch.compile does not look into it, nor do fake tensors' modes into kernels."""
     return torch.compiler.is_compiling() or (backend == "triton" and torch._C._len_torch_dispatch_stack() > 0)
+
+
+@constant_result
+def _beginning(x: Tensor) -> int:
+    return x.storage_offset()
+
+
+def _check_beginnings(name: str, state: DecodeState | ToeplitzState) -> None:
+    """Before torch 2.13 Inductor hands an operator that changes a tensor which begins within its storage other memory."""
+    if LOSES_BEGINNINGS and torch.compiler.is_compiling():
+        for field, x in zip(state._fields, state, strict=True):
+            if x is not None and field not in TABLES and _beginning(x):
+                raise ValueError(
+                    f"{name}: state.{field} is a part of a larger tensor, which torch.compile of torch {torch.__version__} "
+                    "does not follow; pass a clone of it"
+                )
 
 
 def _decode_step_by(backend: str, state: DecodeState, query: Tensor, key: Tensor, value: Tensor, silu: bool) -> Tensor:
@@ -214,6 +236,7 @@ def toeplitz_step(state: ToeplitzState, x: Tensor, decay: Tensor, gain: Tensor, 
     backend = _choose_backend("toeplitz_step", backend, x, float64=state.hidden.dtype == torch.float64)
     if backend == "triton":
         if _as_operator(backend):
+            _check_beginnings("toeplitz_step", state)
             y: Tensor = _toeplitz_step_op(*state, x.detach(), decay.detach(), gain.detach())
         else:
             y = kernels("triton_decode").toeplitz_step(state, x, decay, gain)

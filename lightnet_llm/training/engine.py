@@ -283,7 +283,8 @@ class Engine:
         Returns:
             This rank's mean loss in nats over its micro-batches, a scalar on the device (see :meth:`reduce_mean`).
         """
-        self.engine.train()
+        if not self.module.training:  # goes through all modules
+            self.engine.train()
         self._begin(step)
         self._set_batch(global_batch)
         micro_batches = self.engine.gradient_accumulation_steps()

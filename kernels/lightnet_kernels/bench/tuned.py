@@ -21,9 +21,9 @@ def compile_candidates_together() -> None:
         return
 
     def prune_configs(self: Any, given: dict[str, Any]) -> list[Any]:
-        """What is left to try; called once a tuning, with the call's arguments in ``nargs``."""
+        """What is left to try; called once a tuning. ``nargs`` are the call's positional arguments, ``given`` those by name."""
         chosen: list[Any] = plain(self, given)
-        if len(chosen) > 1 and self.nargs and not given.get("warmup") and not knobs.runtime.interpret:
+        if len(chosen) > 1 and self.nargs is not None and not given.get("warmup") and not knobs.runtime.interpret:
             options = {**given, "warmup": True}
             with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
                 try:

@@ -1,5 +1,8 @@
 """torch.compile without a break through the scans and steps of both backends, for whatever tensors hold."""
 
+import contextlib
+import itertools
+
 import pytest
 import torch
 import torch._dynamo.utils
@@ -229,6 +232,29 @@ def test_toeplitz_step():
         assert torch.equal(compiled(state, x), step(other, x))
         assert torch.equal(state.hidden, other.hidden) and torch.equal(state.length, other.length)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_states_that_begin_within_their_storage(monkeypatch):
+    """Inductor of torch 2.11 gave the operator memory beside it: seen on a card, and with its compiled code on a CPU."""
+    state, (token, *_) = decoding(True)
+    changed = state[: state._fields.index("theta")]
+    assert not any(x.storage_offset() for x in changed)
+    assert len({x.untyped_storage().data_ptr() for x in changed}) == len(changed)
+    part = state._replace(values=torch.stack([state.values, state.values])[1])
+    positions = ToeplitzState(torch.zeros(2, 3, 6, 4)[1], torch.zeros(3, dtype=torch.int64))
+    rates = torch.rand(2, 6, 4)
+    calls = [("values", lambda: decode_step(part, *token, backend=BACKEND))]
+    if INSIDE:
+        calls.append(
+            ("hidden", lambda: toeplitz_step(positions, rates[:, :3, 0].T @ rates[:, :, 0], *rates, backend=BACKEND))
+        )
+    for (field, call), known in itertools.product(calls, (True, False)):
+        torch._dynamo.reset()
+        monkeypatch.setattr("lightnet_kernels.decode.LOSES_BEGINNINGS", known)
+        refused = pytest.raises(Exception, match=f"state.{field} is a part of a larger tensor.*pass a clone")
+        with refused if known else contextlib.nullcontext():
+            torch.compile(call, backend="eager", fullgraph=True)()
+        call()
 
 
 def test_contract_of_decode_step():

@@ -1,12 +1,14 @@
 """What a tuner finds compiled when it times its first candidate, counted where there is no card.
 
-python -m tests.unit.kernels.tuned [plain]      two lines of JSON: kernels ready at each timing; what was chosen
+python -m tests.unit.kernels.tuned [plain]      three lines of JSON: kernels ready at each timing; what was chosen
+The third call gives its arguments by name, as flash-linear-attention's do.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,8 +47,13 @@ def main() -> int:
         lambda *arguments, **given: None if not given["warmup"] else run(*arguments, **given),
         doubled.fn.run,
     )
-    for broken in (False, True):
-        doubled[(1,)](torch.zeros(100), 100 + broken, BROKEN=broken)
+    calls: list[Callable[[], Any]] = [
+        lambda: doubled[(1,)](torch.zeros(100), 100, BROKEN=False),
+        lambda: doubled[(1,)](torch.zeros(100), 101, BROKEN=True),
+        lambda: doubled[(1,)](x=torch.zeros(100, dtype=torch.float64), count=102, BROKEN=False),
+    ]
+    for call in calls:
+        call()
         print(json.dumps([ready, doubled.best_config.kwargs["SIZE"]]))
         ready.clear()
     return 0
