@@ -102,7 +102,8 @@ class Attempt:
             return self.problem
         if self.words and self.words[0].kind != ENDED:
             word = self.words[0]
-            return f"{word.message} (said by rank {word.rank})"
+            for_all = self.refused and word.rank == 0
+            return word.message if for_all else f"{word.message} (said by rank {word.rank})"
         how = f"was killed by signal {-self.code}" if self.code < 0 else f"exited with code {self.code}"
         return f"the launcher {how}, and no rank could say why"
 

@@ -173,7 +173,11 @@ def flush(path: Path) -> None:
 def replace(path: Path, data: bytes) -> None:
     """Write a file, on disk and whole or not at all."""
     temporary = path.with_name(path.name + ".writing")
-    temporary.write_bytes(data)
-    flush(temporary)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(data)
+        flush(temporary)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     flush(path.parent)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from lightnet_data.output import replace
 
 from ..errors import UserError
 from ..parallel.legality import Choice
@@ -151,7 +154,9 @@ def draw(points: dict[str, list[Point]], title: str, path: Path) -> None:
     rate.legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10)
     options: dict[str, Any] = {"dpi": 130} if path.suffix == ".png" else {"metadata": {"Date": None}}
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix.removeprefix("."), **options)
     try:
-        figure.savefig(path, **options)
+        replace(path, picture.getvalue())
     except OSError as error:
         raise UserError(f"--plot {path}: cannot be written ({error.strerror})") from None

@@ -35,11 +35,11 @@ class Failure:
     rank: int
 
 
-def record(kind: str, message: str, step: int) -> None:
-    """Write this rank's last word; the first one stands. Nothing happens without a supervisor or a writable folder."""
+def record(kind: str, message: str, step: int) -> bool:
+    """Write this rank's last word; the first one stands. False without a supervisor or a writable folder: nobody hears it."""
     folder = os.environ.get(VARIABLE)
     if not folder:
-        return
+        return False
     rank = int(os.environ.get("RANK", "0"))
     path = Path(folder) / f"rank_{rank:05d}.json"
     with contextlib.suppress(OSError):
@@ -48,6 +48,8 @@ def record(kind: str, message: str, step: int) -> None:
             beside = path.with_name(f".{path.name}.{os.getpid()}")
             beside.write_text(json.dumps(asdict(Failure(kind, message, step, rank))))
             beside.replace(path)
+        return True
+    return False
 
 
 def read(folder: Path) -> list[Failure]:

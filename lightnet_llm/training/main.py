@@ -49,8 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = load_config(given.config, given.overrides)
     except UserError as error:
-        failures.record("refused", str(error), 0)
-        if rank == "0":
+        if not failures.record("refused", str(error), 0) and rank == "0":  # else the supervisor says it
             print(f"error: {error}", file=sys.stderr, flush=True)
         return failures.REFUSED
     try:
@@ -62,11 +61,11 @@ def main(arguments: list[str] | None = None) -> int:
 
         step = run(config, given.launched)
     except (UserError, DataError) as error:
-        _last_word("refused", str(error))
-        if rank == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        elif not getattr(error, "shared", False):  # what one rank alone ran into, it must say itself
-            print(f"error: rank {rank}: {error}", file=sys.stderr, flush=True)
+        heard = _last_word("refused", str(error))
+        alone = not getattr(error, "shared", False)  # what one rank ran into, it must say itself
+        if not heard and (rank == "0" or alone):
+            where = "" if rank == "0" else f"rank {rank}: "
+            print(f"error: {where}{error}", file=sys.stderr, flush=True)
         return failures.REFUSED
     except Exception as error:
         return _broken(error)
@@ -78,13 +77,14 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _last_word(kind: str, message: str) -> None:
-    """Tell the supervisor, and the ranks that would wait for this one."""
+def _last_word(kind: str, message: str) -> bool:
+    """Tell the supervisor, and the ranks that would wait for this one; returns whether there is a supervisor that hears."""
     from . import failures, watchdog
 
-    failures.record(kind, message, watchdog.current.progress.step if watchdog.current else 0)
+    heard = failures.record(kind, message, watchdog.current.progress.step if watchdog.current else 0)
     if watchdog.current is not None:
         watchdog.current.announce(message)
+    return heard
 
 
 def _broken(error: Exception) -> int:

@@ -98,7 +98,7 @@ def test_a_failed_run_is_resumed(tmp_path: Path) -> None:
         (
             [("refused", "optimizer.clip is wrong", 0, 1)],
             5,
-            "optimizer.clip is wrong (said by rank 0); it is not started",
+            "the run ended: optimizer.clip is wrong; it is not started",
         ),
         ([("lost", "lost rank 1", 5, 70)], 0, "the run failed: lost rank 1"),
         ([("hung", "h", step, 75) for step in (3, 4, 5)], 2, "given up after 2 restarts: h"),

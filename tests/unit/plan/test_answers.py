@@ -1,5 +1,6 @@
 """What the command answers: text, JSON, pictures; its refusals in one line."""
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -235,3 +236,18 @@ def test_scaling_keeps_the_budget_and_says_where_there_is_none(tmp_path: Path) -
     assert len(points) > 3 and max(rates) == pytest.approx(min(rates))
     with pytest.raises(UserError, match="leave --plot out"):
         scaling.draw({"batch": [], "batch a card": []}, "none", tmp_path / "x.png")
+
+
+def test_a_picture_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightnet_data import output
+
+    def full(_path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "x.svg"
+    path.write_text("before")
+    monkeypatch.setattr(output, "flush", full)
+    point = scaling.Point(2, 10.0, 0.5, 1.0, "data 2", 8)
+    with pytest.raises(UserError, match=r"x\.svg: cannot be written .No space left"):
+        scaling.draw({"batch": [point], "batch a card": []}, "none", path)
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
