@@ -1,6 +1,7 @@
 """Other ways to do the same work, on the same inputs and clock: `python -m lightnet_kernels.bench.peers REQUEST`.
 
-sdpa          PyTorch's flash attention. It is given [B, H, N, D], its own layout.
+sdpa          PyTorch's scaled_dot_product_attention, by the kernel that it chooses itself. It is given [B, H, N, D], its own
+              layout. sdpa-flash, sdpa-cudnn: by one kernel, on a GPU.
 fla-lightnet  flash-linear-attention's LightNet path: SiLU, its gate, chunk_gla. It has no LRPE: cases with LRPE are
               run without.
 fla-gla       only its chunk_gla, on keys and gates made beforehand. Candidates of its tuners are compiled in threads.
@@ -10,6 +11,7 @@ eager         bidirectional: one scan in plain PyTorch, softmax over tokens and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -35,7 +37,7 @@ Peer = tuple[Callable[[], Tensor], list[Tensor], Tensor]  # the call, its leaves
 
 def peers_of(case: ScanCase) -> list[str]:
     """Names of the peers that do this case on this machine."""
-    names = ["sdpa", "eager"]
+    names = ["sdpa", "eager", *(["sdpa-flash", "sdpa-cudnn"] if torch.cuda.is_available() else [])]
     if case.causal and importlib.util.find_spec("fla") is not None:
         names += ["fla-gla", "fla-lightnet"]
     return names
@@ -53,15 +55,13 @@ def _leaf(x: Tensor) -> Tensor:
     return x.detach().clone().requires_grad_()
 
 
-def _sdpa(case: ScanCase, inputs: Inputs) -> Peer:
+def _sdpa(case: ScanCase, inputs: Inputs, kernel: SDPBackend | None = None) -> Peer:
     names = ("query", "key", "value")
     query, key, value = (_leaf(inputs.leaves[name].transpose(1, 2).contiguous()) for name in names)
     upstream = inputs.grad.transpose(1, 2).contiguous()
 
     def call() -> Tensor:
-        if upstream.device.type != "cuda":
-            return F.scaled_dot_product_attention(query, key, value, is_causal=case.causal)
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(kernel) if kernel is not None else contextlib.nullcontext():
             return F.scaled_dot_product_attention(query, key, value, is_causal=case.causal)
 
     return call, [query, key, value], upstream
@@ -126,6 +126,8 @@ def _fla(case: ScanCase, inputs: Inputs, whole: bool) -> Peer:
 
 PEERS: dict[str, Callable[[ScanCase, Inputs], Peer]] = {
     "sdpa": _sdpa,
+    "sdpa-flash": functools.partial(_sdpa, kernel=SDPBackend.FLASH_ATTENTION),
+    "sdpa-cudnn": functools.partial(_sdpa, kernel=SDPBackend.CUDNN_ATTENTION),
     "eager": _eager,
     "fla-gla": functools.partial(_fla, whole=False),
     "fla-lightnet": functools.partial(_fla, whole=True),
