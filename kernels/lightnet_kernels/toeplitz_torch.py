@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -234,9 +235,10 @@ class _Powers(torch.autograd.Function):
     def forward(ctx: Any, decay: Tensor, last: int) -> Tensor:
         exponents = torch.arange(last + 1, device=decay.device, dtype=decay.dtype).unsqueeze(-1)
         powers = torch.exp(decay.log().unsqueeze(1) * exponents)
-        # Subnormals make the products ten times slower on a CPU and weigh nothing.
-        torch.threshold_(powers, torch.finfo(powers.dtype).tiny * 1e7, 0.0)
-        powers[:, 0] = 1.0  # 0^0
+        # Subnormals make the products ten times slower on a CPU and weigh nothing. Not in place: with this and the next line in
+        # place torch.compile of torch 2.11 kept something else for the backward pass.
+        powers = F.threshold(powers, torch.finfo(powers.dtype).tiny * 1e7, 0.0)
+        powers = torch.where(exponents == 0, 1.0, powers)  # 0^0
         ctx.save_for_backward(powers, exponents)
         return powers
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightnet_kernels import ToeplitzState
+from lightnet_kernels import ScanState, ToeplitzState
 from lightnet_kernels.decode import DecodeState, decode_state, scan_state
 from torch import Tensor
 
@@ -43,7 +43,8 @@ def to_scan(state: ModelState) -> ModelState:
 
     def widened(layer: Any) -> Any:
         layer = scan_state(layer) if isinstance(layer, DecodeState) else layer
-        return layer._replace(max=layer.max.double(), sum=layer.sum.double(), kv=layer.kv.double())
+        # Not by _replace, whose result torch.compile of torch 2.11 cannot hand out.
+        return ScanState(layer.max.double(), layer.sum.double(), layer.kv.double(), layer.length)
 
     tpe = None if state.tpe is None else ToeplitzState(*(x.clone() for x in state.tpe))
     return ModelState(tpe, tuple(map(widened, state.layers)))
