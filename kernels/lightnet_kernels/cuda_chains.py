@@ -40,12 +40,12 @@ def _modern(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def _grouped(device: torch.device) -> bool:
+def grouped(device: torch.device) -> bool:
     """Whether four warps can multiply together, from shared memory."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == cuda_launch.HOPPER
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """Rows that are copied 16 bytes at a time."""
     whole = x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(stride % 8 == 0 for stride in x.stride()[:3])
     return x if whole else x.clone(memory_format=torch.contiguous_format)
@@ -69,7 +69,7 @@ def chain(
             in those of its own maxima, with sums in `final`; or what it asks.
     """
     heads, D, V = left.shape[2], left.shape[3], right.shape[3]
-    left, right = _aligned(left), _aligned(right)
+    left, right = aligned(left), aligned(right)
     if before is not None and before.data_ptr() % 8:  # two numbers are read at once
         before = before.clone()
     lrpe, programs = found.turn is not None, spans.shape[0] * heads * (D // SLICE)
@@ -80,7 +80,7 @@ def chain(
         warps, at_once, stages = RULES[rule][lrpe]
         constants = {
             "BACKWARD": int(backward), "UNITS": int(units), "SUMS": int(sums), "LRPE": int(lrpe), "D": D, "V": V,
-            "WARPS": warps, "BLOCKS": at_once, "STAGES": stages, "GROUPED": int(_grouped(left.device)),
+            "WARPS": warps, "BLOCKS": at_once, "STAGES": stages, "GROUPED": int(grouped(left.device)),
         }  # fmt: skip
         cuda_launch.launch(
             "causal_chain", FILES, constants, programs,

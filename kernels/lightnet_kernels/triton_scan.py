@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import cuda_chains
+from . import cuda_blocks, cuda_chains
 from . import triton_forward as forward_kernels
 from . import triton_span_sums as span_kernels
 from . import triton_units as unit_kernels
@@ -306,6 +306,9 @@ def fill_outputs(
 ) -> None:
     """Every block against itself and the state that it finds."""
     for grid, count in shape.grids(table):
+        if shape.cuda and cuda_blocks.CHOSEN and count == 0:
+            cuda_blocks.outputs(query, key, value, output, table.blocks, found, silu)
+            continue
         launch(forward_kernels.outputs, grid)(
             query, key, value, output, table.blocks, triangle(shape.operand, query.device), found.cos, found.sin,
             found.kv, found.enter, found.mass, found.flag, table.blocks.shape[0] * shape.heads,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import cuda_chains
+from . import cuda_blocks, cuda_chains
 from . import triton_backward as kernels
 from . import triton_backward_states as state_kernels
 from .packed import Gradients, apart
@@ -63,6 +63,11 @@ def ask(
     later = torch.empty_like(x) if query.dtype == torch.float16 else grad_key  # float16 has not the range
     own = torch.empty_like(found.mass)
     for grid, count in shape.grids(table):
+        if shape.cuda and cuda_blocks.CHOSEN and count == 0:
+            cuda_blocks.query_grads(
+                query, key, value, grad, grad_query, x, later, table.blocks, found, own, torque, silu
+            )
+            continue
         launch(kernels.query_grads, grid)(
             query, key, value, grad, grad_query, x, later, table.blocks, triangle(shape.operand, query.device), found.cos,
             found.sin, found.kv, found.enter, found.mass, found.flag, own, torque,
@@ -130,6 +135,12 @@ def answer(
     """The gradients of keys and values."""
     blocks, heads = table.blocks.shape[0], shape.heads
     for grid, count in shape.grids(table):
+        if shape.cuda and cuda_blocks.CHOSEN and count == 0:
+            cuda_blocks.answers(
+                key, value, grad, asked.x, asked.later, grad_key, grad_value, table.blocks, found, block_grads, pressure,
+                None if asked.torque is None else asked.torque[blocks:],
+            )  # fmt: skip
+            continue
         launch(kernels.key_grads, grid)(
             query, key, value, grad, grad_key, asked.x, asked.later, table.blocks, found.cos, found.sin, block_grads,
             found.enter, found.leave, found.mass, found.flag, pressure,

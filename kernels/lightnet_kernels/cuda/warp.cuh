@@ -66,6 +66,16 @@ template <int N, int PANEL> DEVICE void group_product(float (*c)[4], const u32* 
                  : SIXTEEN(c, 0), SIXTEEN(c, 4)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(place), "r"(1));
 }
+// The same with b^T: c [16, N] += a [16, 16] (b [N, 16 columns from `column` on])^T, b one panel of 64 columns.
+template <int N> DEVICE void group_product_turned(float (*c)[4], const u32* a, const u16* b, int column) {
+  static_assert(N == 64);
+  const unsigned long long place = 1ull << 62 | 64ull << 32 | 1ull << 16 | (shared_address(b + column) & 0x3ffff) >> 4;
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+               "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
+               : SIXTEEN(c, 0), SIXTEEN(c, 4)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(place), "r"(1));
+}
 // Registers that the compiler must have ready here, and not before.
 template <int COUNT> DEVICE void hold(float (*c)[4]) {
 #pragma unroll
@@ -78,6 +88,7 @@ template <int LEFT> DEVICE void group_wait() { asm volatile("wgmma.wait_group.sy
 DEVICE void copies_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #else  // never called
 template <int N, int PANEL> DEVICE void group_product(float (*)[4], const u32*, const u16*) {}
+template <int N> DEVICE void group_product_turned(float (*)[4], const u32*, const u16*, int) {}
 template <int COUNT> DEVICE void hold(float (*)[4]) {}
 DEVICE void hold(u32*) {}
 DEVICE void group_fence() {}

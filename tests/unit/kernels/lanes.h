@@ -129,6 +129,19 @@ template <int N, int PANEL> void group_product(float (*c)[4], const u32* a, cons
   const std::vector<u32> left(a, a + 4);
   groups.back().push_back([=] { group_product_now<N, PANEL>(c, left.data(), b); });
 }
+template <int N> void group_product_turned(float (*c)[4], const u32* a, const u16* b, int column) {
+  const std::vector<u32> left(a, a + 4);
+  groups.back().push_back([=] {
+    for (int j = 0; j < N / 8; j++) {
+      u32 right[2];
+      for (int half = 0; half < 2; half++) {
+        const u16* at = b + (8 * j + g_) * 64 + ((column / 8 + half ^ g_) << 3) + 2 * t_;
+        right[half] = at[0] | (u32)at[1] << 16;
+      }
+      product16(c[j], left.data(), right);
+    }
+  });
+}
 inline void group_fence() {}
 inline void group_commit() { groups.emplace_back(); }
 template <int LEFT> void group_wait() {

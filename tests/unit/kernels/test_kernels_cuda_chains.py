@@ -112,7 +112,7 @@ def test_warps(theta, warps, grouped, monkeypatch):
     otherwise than they enter."""
     for rule in cuda_chains.RULES.values():
         monkeypatch.setitem(rule, theta, (warps, 2, 3))
-    monkeypatch.setattr(cuda_chains, "_grouped", lambda device: grouped)
+    monkeypatch.setattr(cuda_chains, "grouped", lambda device: grouped)
     table.forget()
     table.check_segments([1100], BF16, "cpu", heads=1, width=64, value_width=128, theta=theta, lift=150.0)
 

@@ -1,0 +1,172 @@
+// Tiles of 64 rows and 64 columns in shared memory, and products with them, for the kernels of the causal scan's blocks.
+//
+// A product's left operand is in registers (`a`, 16 columns of the warp's 16 rows as in product16), its result too; by four warps
+// together where GROUPED (sm_90), then nothing is there before `finish`.
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr int BT = 64, TILE = BT * 64, THREADS = 32 * WARPS, HALVES = LRPE ? 2 : 1;
+
+// Where 16 bytes of a tile's row lie: those of eight rows that are read at once in different banks.
+DEVICE int spot(int row, int chunk) { return row * 64 + ((chunk ^ (row & 7)) << 3); }
+
+// 16 rows and 16 columns of a tile from chunk `chunk` on, those of the warp's rows `first`: as a left operand, or as results lie.
+DEVICE void load_left(u32* r, const u16* tile, int first, int chunk, int lane) {
+  load_tiles4(r, tile + spot(first + (lane & 15), chunk + (lane >> 4)));
+}
+DEVICE void store_result(u16* tile, const u32* r, int first, int chunk, int lane) {
+  store_tiles4(tile + spot(first + (lane & 15), chunk + (lane >> 4)), r);
+}
+
+// c [64, 64] += a [64, 16] tile[16 rows from `row` on, 64 columns]
+DEVICE void times_rows(float (*c)[4], u32* a, const u16* tile, int row, int lane) {
+  if constexpr (GROUPED) {
+    group_product<64, BT>(c, a, tile + row * 64);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      u32 b[4];
+      load_turned4(b, tile + spot(row + (lane & 15), j + (lane >> 4)));
+      product16(c[j], a, b), product16(c[j + 1], a, b + 2);
+    }
+  }
+}
+
+// c [64, 64] += a [64, 16] (tile[64 rows, 16 columns from `column` on])^T
+DEVICE void times_columns(float (*c)[4], u32* a, const u16* tile, int column, int lane) {
+  if constexpr (GROUPED) {
+    group_product_turned<64>(c, a, tile, column);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      u32 b[4];
+      load_tiles4(b, tile + spot(j * 8 + (lane & 7) + (lane >> 4) * 8, column / 8 + (lane >> 3 & 1)));
+      product16(c[j], a, b), product16(c[j + 1], a, b + 2);
+    }
+  }
+}
+
+DEVICE void begin(float (*c)[4]) {
+  if constexpr (GROUPED) hold<8>(c);
+}
+DEVICE void started() {
+  if constexpr (GROUPED) group_commit();
+}
+template <int LEFT> DEVICE void ended(float (*c)[4]) {
+  if constexpr (GROUPED) group_wait<LEFT>(), hold<8>(c);
+}
+
+// Left operand: ones where a token of the warp's rows is not before (LATER: not after) one of 16 columns from `column` on.
+template <bool LATER> DEVICE void ones(u32* a, int first, int column, int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int row = first + (lane >> 2) + i % 2 * 8, at = column + (lane & 3) * 2 + i / 2 * 8;
+    const bool one = LATER ? at >= row : at <= row, two = LATER ? at + 1 >= row : at + 1 <= row;
+    a[i] = (one ? 0x3f80u : 0u) | (two ? 0x3f800000u : 0u);
+  }
+}
+
+DEVICE void zero(float (*c)[4]) {
+#pragma unroll
+  for (int j = 0; j < 8; j++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) c[j][e] = 0.f;
+}
+
+// Of [64, 64] of tokens, the warp's rows from `first` on: 0 where the column's token is not before the row's, or (LATER) after.
+template <bool LATER> DEVICE void mask(float (*c)[4], int first, int lane) {
+#pragma unroll
+  for (int j = 0; j < 8; j++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int row = first + (lane >> 2) + e / 2 * 8, column = j * 8 + (lane & 3) * 2 + e % 2;
+      if (LATER ? column < row : column > row) c[j][e] = 0.f;
+    }
+}
+
+// A result as a left operand.
+DEVICE void as_left(u32 (*a)[4], const float (*c)[4]) {
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[k][i] = packed(c[2 * k + i / 2][i % 2 * 2], c[2 * k + i / 2][i % 2 * 2 + 1]);
+}
+
+// 16 columns of a result from tile of columns j on, to a tile.
+DEVICE void store_packed(u16* tile, const float (*c)[4], int first, int j, int lane) {
+  u32 r[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) r[i] = packed(c[j + i / 2][i % 2 * 2], c[j + i / 2][i % 2 * 2 + 1]);
+  store_result(tile, r, first, j, lane);
+}
+
+// WIDTH columns of a block's rows from memory, tile after tile; from row `there` on 0.
+template <int WIDTH> DEVICE void fetch(u16* to, const u16* from, i64 stride, int there) {
+  constexpr int CHUNKS = WIDTH / 8, ROWS = THREADS / CHUNKS;  // at a time
+  const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+#pragma unroll
+  for (int i = 0; i < BT / ROWS; i++)
+    copy16(to + chunk / 8 * TILE + spot(row + i * ROWS, chunk % 8), from + (row + i * ROWS) * stride + chunk * 8, row + i * ROWS < there);
+}
+
+// The warp's 16 rows of a tile to memory; those from `there` on are left out.
+DEVICE void write_rows(u16* to, i64 stride, const u16* tile, int first, int there, int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int row = first + i * 4 + (lane >> 3), chunk = lane & 7;
+    if (row < there) *(uint4*)(to + row * stride + chunk * 8) = *(const uint4*)(tile + spot(row, chunk));
+  }
+}
+
+// Weights of the keys of a tile, with LRPE also turned by their tokens: cosines to `up`, sines to `down`. From row `there` on 0.
+// By all threads together, 16 bytes at a time.
+DEVICE void put_weights(u16* weights, u16* up, u16* down, const u16* keys, const float* unit, const float* turns, int there) {
+  const int chunk = threadIdx.x % 8;
+  unit += chunk * 8, turns += chunk * 8;
+  float units[8];
+#pragma unroll
+  for (int e = 0; e < 8; e += 2) *(float2*)(units + e) = *(const float2*)(unit + e);
+#pragma unroll
+  for (int i = 0; i < BT / (THREADS / 8); i++) {
+    const int row = threadIdx.x / 8 + i * (THREADS / 8), to = spot(row, chunk);
+    const uint4 eight = *(const uint4*)(keys + to);
+    const u32 two[4] = {eight.x, eight.y, eight.z, eight.w};
+    float w[8];
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+      w[e] = exp2_of(((e % 2 ? high(two[e / 2]) : low(two[e / 2])) - units[e]) * LOG2E);
+      if (row >= there) w[e] = 0.f;
+    }
+    auto put = [&](u16* tile, const float* v) {
+      uint4 y;
+      y.x = packed(v[0], v[1]), y.y = packed(v[2], v[3]), y.z = packed(v[4], v[5]), y.w = packed(v[6], v[7]);
+      *(uint4*)(tile + to) = y;
+    };
+    put(weights, w);
+    if (LRPE) {
+      float a[8], b[8];
+#pragma unroll
+      for (int e = 0; e < 8; e += 2) {
+        const float2 c = *(const float2*)(turns + row * 2 * D + e), s = *(const float2*)(turns + (row * 2 + 1) * D + e);
+        a[e] = w[e] * c.x, a[e + 1] = w[e + 1] * c.y, b[e] = w[e] * s.x, b[e + 1] = w[e + 1] * s.y;
+      }
+      put(up, a), put(down, b);
+    }
+  }
+}
+
+// c [64, 64] = sums over tokens of a tile of weights: up to each token, or (LATER) from it on.
+template <bool LATER> DEVICE void sum_tokens(float (*c)[4], const u16* weights, int first, int lane) {
+  u32 a[4][4];
+  zero(c);
+#pragma unroll
+  for (int k = 0; k < 4; k++) ones<LATER>(a[k], first, k * 16, lane);
+  begin(c);
+  if (GROUPED) {
+#pragma unroll
+    for (int k = 0; k < 4; k++) hold(a[k]);
+    group_fence();
+  }
+#pragma unroll
+  for (int k = 0; k < 4; k++) times_rows(c, a[k], weights, k * 16, lane);
+  started();
+}
