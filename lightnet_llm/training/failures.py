@@ -36,7 +36,8 @@ class Failure:
 
 
 def record(kind: str, message: str, step: int) -> bool:
-    """Write this rank's last word; the first one stands. False without a supervisor or a writable folder: nobody hears it."""
+    """Write this rank's last word; the first one stands. False where nobody hears this one: without a supervisor or a writable
+    folder, or after another."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         return False
@@ -48,7 +49,7 @@ def record(kind: str, message: str, step: int) -> bool:
             beside = path.with_name(f".{path.name}.{os.getpid()}")
             beside.write_text(json.dumps(asdict(Failure(kind, message, step, rank))))
             beside.replace(path)
-        return True
+            return True
     return False
 
 

@@ -15,6 +15,7 @@ import pytest
 from lightnet_llm.config import RunConfig, validate
 from lightnet_llm.errors import UserError
 from lightnet_llm.supervisor import Hosts, Supervisor, answering, legal_world, trim
+from lightnet_llm.training import failures
 
 RANK = """
 import json, os, sys
@@ -73,6 +74,19 @@ def test_a_hangup_that_nohup_had_ignored_stops_nothing(ignored: bool, tmp_path: 
     finally:
         signal.signal(signal.SIGHUP, before)
     assert asked == ([] if ignored else [True])
+
+
+def test_a_word_that_nobody_hears_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rank must then say it itself."""
+    monkeypatch.delenv(failures.VARIABLE, raising=False)
+    assert not failures.record("refused", "no supervisor", 1)
+    monkeypatch.setenv(failures.VARIABLE, str(tmp_path / "words"))
+    assert failures.record("lost", "rank 1 is gone", 3)
+    assert not failures.record("refused", "after another", 3)
+    assert [word.message for word in failures.read(tmp_path / "words")] == ["rank 1 is gone"]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(failures.VARIABLE, str(tmp_path / "file" / "words"))
+    assert not failures.record("refused", "no place", 1)
 
 
 def test_a_good_run_leaves_nothing(tmp_path: Path) -> None:
