@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from . import cuda_chains, cuda_launch
-from .cuda_chains import aligned
 
 CHOSEN = os.environ.get("LIGHTNET_CUDA_BLOCKS") == "1"  # off: none has run on a card, only on a CPU's lanes
 FILES = ("warp.cuh", "causal_tiles.cuh")
@@ -20,7 +19,7 @@ def outputs(
     query: Tensor, key: Tensor, value: Tensor, output: Tensor, blocks: Tensor, found: Any, silu: bool
 ) -> None:  # fmt: skip
     """Fills output, as value, of blocks that have no flag. Other arguments: those of `query_grads`."""
-    query, key, value = (aligned(each) for each in (query, key, value))
+    query, key, value = (cuda_chains.aligned(each) for each in (query, key, value))
     pointers = [blocks, found.turn, found.kv, found.enter, found.mass, found.flag]
     _launch("causal_outputs", (query, key, value, output), pointers, {"SILU": int(silu)})
 
@@ -36,7 +35,7 @@ def query_grads(
         blocks: int32 [blocks, 4], of `triton_tables.Tables`.
         found: `triton_scan.Blocks`.
     """
-    query, key, value, grad = (aligned(each) for each in (query, key, value, grad))
+    query, key, value, grad = (cuda_chains.aligned(each) for each in (query, key, value, grad))
     tensors = (query, key, value, grad, grad_query, x, later)
     pointers = [blocks, found.turn, found.kv, found.enter, found.mass, found.flag, pressure, torque]
     _launch("causal_queries", tensors, pointers, {"SILU": int(silu)})
@@ -52,7 +51,7 @@ def answers(
         key, value, grad, x, later: as those of `query_grads`; grad_key, grad_value: as key and value.
         block_grads: what is asked of the state that each block leaves, [blocks, H, (2) D, V] bfloat16.
     """
-    key, value, grad = (aligned(each) for each in (key, value, grad))
+    key, value, grad = (cuda_chains.aligned(each) for each in (key, value, grad))
     tensors = (key, value, grad, x, later, grad_key, grad_value)
     pointers = [blocks, found.turn, block_grads, found.leave, found.flag, pressure, torque]
     _launch("causal_answers", tensors, pointers, {})

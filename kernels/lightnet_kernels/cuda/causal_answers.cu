@@ -4,15 +4,13 @@
 // Given by the compiler: LRPE; D and V, widths; GROUPED, whether four warps multiply together (sm_90 alone); BLOCKS on a
 // multiprocessor; WARPS, 4.
 
-// Values' place is that of later keys and of what is read at them.
 constexpr int WINDOW = 4;  // blocks
+// Tiles of later keys and of what is read at them, where values are first.
 constexpr int NEXT = 2 * (D / 64 - 1) > V / 64 ? 2 * (D / 64 - 1) : V / 64;
 constexpr int TURNED = LRPE ? 2 : V / 64;  // tiles of what is read, turned; in the end of values' gradients
 constexpr int BYTES = 2 * TILE * (NEXT + V / 64 + 3 + HALVES * V / 64 + TURNED) + LRPE * WARPS * 64 * 4;
 
 extern "C" __device__ int shared_bytes = BYTES;
-
-#define STRIDES(x) i64 x##_b, i64 x##_t, i64 x##_h
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, const u16* later, u16* grad_key, u16* grad_value,
@@ -25,7 +23,6 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
   if (flag[at]) return;
   const int *fields = table + block * 4, length = fields[2], place = fields[3];
   const i64 row = fields[0], token = fields[1];
-#define HERE(x) x += row * x##_b + token * x##_t + head * x##_h
   HERE(key), HERE(value), HERE(grad), HERE(x), HERE(later), HERE(grad_key), HERE(grad_value);
   turns += head * (BT + 1) * (2 * D);
   kv += at * (HALVES * D * V);
@@ -34,15 +31,11 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
   u16 *values = memory, *next = values, *grads = values + NEXT * TILE, *keys = grads + V / 64 * TILE, *read = keys + TILE;
   u16 *taken = read + TILE, *state = taken + TILE, *up = state + HALVES * V / 64 * TILE, *down = up + TILE;
   float* sums = (float*)(up + TURNED * TILE);  // [WARPS, 64]
-  auto fetch_state = [&](int part) {
-#pragma unroll
-    for (int h = 0; h < HALVES; h++) fetch<V>(state + h * (V / 64) * TILE, kv + (h * D + part * 64) * V, V, 64);
-  };
   fetch<V>(values, value, value_t, length), fetch<V>(grads, grad, grad_t, length);
   commit();
   fetch<64>(keys, key, key_t, length), fetch<64>(read, x, x_t, length);
   commit();
-  fetch_state(0);
+  fetch_state(state, kv, 0);
   commit();
 
   // pairs [r, t] = <value_r, grad_t>, t not before r, as a left operand.
@@ -51,24 +44,7 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
   arrived<2>();
   if (GROUPED) copies_fence();
   __syncthreads();
-  {
-    float c[8][4];
-    zero(c);
-#pragma unroll
-    for (int k = 0; k < V / 16; k++) load_left(own[k], values + k / 4 * TILE, first, k % 4 * 2, lane);
-    begin(c);
-    if (GROUPED) {
-#pragma unroll
-      for (int k = 0; k < V / 16; k++) hold(own[k]);
-      group_fence();
-    }
-#pragma unroll
-    for (int k = 0; k < V / 16; k++) times_columns(c, own[k], grads + k / 4 * TILE, k % 4 * 16, lane);
-    started();
-    ended<0>(c);
-    mask<true>(c, first, lane);
-    as_left(pairs, c);
-  }
+  pairs_of<true>(pairs, own, values, grads, first, lane);
   if (D > 64) {
     __syncthreads();  // nobody reads values any more
 #pragma unroll
@@ -118,59 +94,20 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
     if (GROUPED) copies_fence();
     __syncthreads();
 
-    begin(scores);
-#pragma unroll
-    for (int i = 0; i < V / 64; i++) begin(out[i]);
-    if (GROUPED) {
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        hold(cosines[k]);
-        if (LRPE) hold(sines[k]);
-      }
-      group_fence();
-    }
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      times_columns(scores, cosines[k], LRPE ? up : here_read, k * 16, lane);
-      if (LRPE) times_columns(scores, sines[k], down, k * 16, lane);
-#pragma unroll
-      for (int i = 0; i < V / 64; i++) {
-        times_rows(out[i], cosines[k], state + i * TILE, k * 16, lane);
-        if (LRPE) times_rows(out[i], sines[k], state + (V / 64 + i) * TILE, k * 16, lane);
-      }
-    }
-    started();
-    ended<0>(scores);
-#pragma unroll
-    for (int i = 0; i < V / 64; i++) ended<0>(out[i]);
+    read_state(scores, out, cosines, sines, state, LRPE ? up : here_read, down, lane);
 
     float real[8][4], imag[8][4];
     zero(real);
     if (LRPE) zero(imag);
     begin(real);
     if (LRPE) begin(imag);
-    if (GROUPED) {
-#pragma unroll
-      for (int k = 0; k < V / 16; k++) hold(own[k]);
-#pragma unroll
-      for (int k = 0; k < 4; k++) hold(pairs[k]);
-      group_fence();
-    }
-#pragma unroll
-    for (int k = 0; k < V / 16; k++) {
-      times_columns(real, own[k], state + k / 4 * TILE, k % 4 * 16, lane);
-      if (LRPE) times_columns(imag, own[k], state + (V / 64 + k / 4) * TILE, k % 4 * 16, lane);
-    }
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      times_rows(real, pairs[k], LRPE ? up : here_read, k * 16, lane);
-      if (LRPE) times_rows(imag, pairs[k], down, k * 16, lane);
-    }
+    if (GROUPED) hold_all<V / 16>(own), hold_all<4>(pairs), group_fence();
+    ask_state(real, imag, own, pairs, state, LRPE ? up : here_read, down, lane);
     started();
     ended<0>(real);
     if (LRPE) ended<0>(imag);
     __syncthreads();  // the state is free
-    if (part + 1 < D / 64) fetch_state(part + 1);
+    if (part + 1 < D / 64) fetch_state(state, kv, part + 1);
     commit();
 
     const float* pressures = pressure + part * 64 + t * 2;
@@ -205,13 +142,7 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
           }
           made[2 * i + h] = packed(slope[0], slope[1]);
         }
-        if (LRPE) {
-#pragma unroll
-          for (int e = 0; e < 2; e++) {
-            moved[e] += exchanged(moved[e], 4), moved[e] += exchanged(moved[e], 8), moved[e] += exchanged(moved[e], 16);
-            if (g == 0) sums[warp * 64 + column + t * 2 + e] = moved[e];
-          }
-        }
+        if (LRPE) put_sums(sums + warp * 64, moved, column, lane);
       }
       __syncwarp();
       store_result(here_keys, made, first, j, lane);
@@ -220,38 +151,11 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
     write_rows(grad_key + part * 64, grad_key_t, here_keys, first, length, lane);
     if (LRPE) {
       __syncthreads();
-      if (threadIdx.x < 64) {
-        float sum = 0.f;
-#pragma unroll
-        for (int i = 0; i < WARPS; i++) sum += sums[i * 64 + threadIdx.x];
-        torque[part * 64 + threadIdx.x] = sum;
-      }
+      write_sums(torque + part * 64, sums);
     }
   }
 
-  u32 left[4][4];
-  mask<true>(scores, first, lane);
-  as_left(left, scores);
-#pragma unroll
-  for (int i = 0; i < V / 64; i++) begin(out[i]);
-  if (GROUPED) {
-#pragma unroll
-    for (int k = 0; k < 4; k++) hold(left[k]);
-    group_fence();
-  }
-#pragma unroll
-  for (int k = 0; k < 4; k++)
-#pragma unroll
-    for (int i = 0; i < V / 64; i++) times_rows(out[i], left[k], grads + i * TILE, k * 16, lane);
-  started();
-#pragma unroll
-  for (int i = 0; i < V / 64; i++) ended<0>(out[i]);
+  add_values<true>(out, scores, grads, first, lane);
   __syncthreads();  // what was read, turned, is free
-#pragma unroll
-  for (int i = 0; i < V / 64; i++) {
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) store_packed(up + i * TILE, out[i], first, j, lane);
-    __syncwarp();
-    write_rows(grad_value + i * 64, grad_value_t, up + i * TILE, first, length, lane);
-  }
+  write_out(grad_value, grad_value_t, up, out, first, length, lane);
 }

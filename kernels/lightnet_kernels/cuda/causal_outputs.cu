@@ -9,8 +9,6 @@ constexpr int BYTES = 2 * TILE * (V / 64 + NEXT + 2 + HALVES * V / 64 + (LRPE ? 
 
 extern "C" __device__ int shared_bytes = BYTES;
 
-#define STRIDES(x) i64 x##_b, i64 x##_t, i64 x##_h
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 causal_outputs(const u16* query, const u16* key, const u16* value, u16* output, const int* table, const float* turns,
                const u16* kv, const float* enter, const float* mass, const int* flag, STRIDES(query), STRIDES(key),
@@ -21,7 +19,6 @@ causal_outputs(const u16* query, const u16* key, const u16* value, u16* output, 
   if (flag[at]) return;
   const int *fields = table + block * 4, length = fields[2];
   const i64 row = fields[0], token = fields[1];
-#define HERE(x) x += row * x##_b + token * x##_t + head * x##_h
   HERE(query), HERE(key), HERE(value), HERE(output);
   turns += head * (BT + 1) * (2 * D);
   kv += at * (HALVES * D * V);
@@ -29,13 +26,9 @@ causal_outputs(const u16* query, const u16* key, const u16* value, u16* output, 
 
   u16 *values = memory, *next = values + V / 64 * TILE, *keys = next + NEXT * TILE, *queries = keys + TILE;
   u16 *state = queries + TILE, *weights = state + HALVES * V / 64 * TILE, *up = weights + TILE, *down = up + TILE;
-  auto fetch_state = [&](int part) {
-#pragma unroll
-    for (int h = 0; h < HALVES; h++) fetch<V>(state + h * (V / 64) * TILE, kv + (h * D + part * 64) * V, V, 64);
-  };
   fetch<64>(keys, key, key_t, length), fetch<64>(queries, query, query_t, length);
   commit();
-  fetch_state(0);
+  fetch_state(state, kv, 0);
   commit();
 #pragma unroll
   for (int part = 1; part < D / 64; part++) {
@@ -91,62 +84,15 @@ causal_outputs(const u16* query, const u16* key, const u16* value, u16* output, 
     else arrived<1>();
     if (GROUPED) copies_fence();
     __syncthreads();
-    begin(scores);
-#pragma unroll
-    for (int i = 0; i < V / 64; i++) begin(out[i]);
-    if (GROUPED) {
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        hold(cosines[k]);
-        if (LRPE) hold(sines[k]);
-      }
-      group_fence();
-    }
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      times_columns(scores, cosines[k], LRPE ? up : weights, k * 16, lane);
-      if (LRPE) times_columns(scores, sines[k], down, k * 16, lane);
-#pragma unroll
-      for (int i = 0; i < V / 64; i++) {
-        times_rows(out[i], cosines[k], state + i * TILE, k * 16, lane);
-        if (LRPE) times_rows(out[i], sines[k], state + (V / 64 + i) * TILE, k * 16, lane);
-      }
-    }
-    started();
-    ended<0>(scores);
-#pragma unroll
-    for (int i = 0; i < V / 64; i++) ended<0>(out[i]);
+    read_state(scores, out, cosines, sines, state, LRPE ? up : weights, down, lane);
     __syncthreads();  // state and weights are free
-    if (part + 1 < D / 64) fetch_state(part + 1);
+    if (part + 1 < D / 64) fetch_state(state, kv, part + 1);
     commit();
   }
 
-  u32 left[4][4];
-  mask<false>(scores, first, lane);
-  as_left(left, scores);
   arrived<0>();
   if (GROUPED) copies_fence();
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < V / 64; i++) begin(out[i]);
-  if (GROUPED) {
-#pragma unroll
-    for (int k = 0; k < 4; k++) hold(left[k]);
-    group_fence();
-  }
-#pragma unroll
-  for (int k = 0; k < 4; k++)
-#pragma unroll
-    for (int i = 0; i < V / 64; i++) times_rows(out[i], left[k], values + i * TILE, k * 16, lane);
-  started();
-#pragma unroll
-  for (int i = 0; i < V / 64; i++) ended<0>(out[i]);
-  // The state is free: nobody reads it since the last part.
-#pragma unroll
-  for (int i = 0; i < V / 64; i++) {
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) store_packed(state + i * TILE, out[i], first, j, lane);
-    __syncwarp();
-    write_rows(output + i * 64, output_t, state + i * TILE, first, length, lane);
-  }
+  add_values<false>(out, scores, values, first, lane);
+  write_out(output, output_t, state, out, first, length, lane);  // nobody reads the state since the last part
 }

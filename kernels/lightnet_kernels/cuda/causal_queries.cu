@@ -4,14 +4,12 @@
 // Given by the compiler: LRPE, SILU; D and V, widths; GROUPED, whether four warps multiply together (sm_90 alone); BLOCKS on a
 // multiprocessor; WARPS, 4.
 
-// Values' place is that of later keys and queries.
 constexpr int WINDOW = 4;  // blocks
+// Tiles of later keys and queries, where values are first.
 constexpr int NEXT = 2 * (D / 64 - 1) > V / 64 ? 2 * (D / 64 - 1) : V / 64;
 constexpr int BYTES = 2 * TILE * (V / 64 + NEXT + 2 + HALVES * V / 64 + 3) + LRPE * WARPS * 64 * 4;
 
 extern "C" __device__ int shared_bytes = BYTES;
-
-#define STRIDES(x) i64 x##_b, i64 x##_t, i64 x##_h
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 causal_queries(const u16* query, const u16* key, const u16* value, const u16* grad, u16* grad_query, u16* x, u16* later,
@@ -24,7 +22,6 @@ causal_queries(const u16* query, const u16* key, const u16* value, const u16* gr
   if (flag[at]) return;
   const int *fields = table + block * 4, length = fields[2], place = fields[3];
   const i64 row = fields[0], token = fields[1];
-#define HERE(x) x += row * x##_b + token * x##_t + head * x##_h
   HERE(query), HERE(key), HERE(value), HERE(grad), HERE(x), HERE(grad_query), HERE(later);
   turns += head * (BT + 1) * (2 * D);
   kv += at * (HALVES * D * V);
@@ -33,15 +30,11 @@ causal_queries(const u16* query, const u16* key, const u16* value, const u16* gr
   u16 *grads = memory, *values = grads + V / 64 * TILE, *next = values, *keys = values + NEXT * TILE, *queries = keys + TILE;
   u16 *state = queries + TILE, *weights = state + HALVES * V / 64 * TILE, *up = weights + TILE, *down = up + TILE;
   float* sums = (float*)(weights + 3 * TILE);  // [WARPS, 64]
-  auto fetch_state = [&](int part) {
-#pragma unroll
-    for (int h = 0; h < HALVES; h++) fetch<V>(state + h * (V / 64) * TILE, kv + (h * D + part * 64) * V, V, 64);
-  };
   fetch<V>(grads, grad, grad_t, length), fetch<V>(values, value, value_t, length);
   commit();
   fetch<64>(keys, key, key_t, length), fetch<64>(queries, query, query_t, length);
   commit();
-  fetch_state(0);
+  fetch_state(state, kv, 0);
   commit();
 
   // pairs [t, r] = <grad_t, value_r>, r not after t, as a left operand.
@@ -49,24 +42,7 @@ causal_queries(const u16* query, const u16* key, const u16* value, const u16* gr
   arrived<2>();
   if (GROUPED) copies_fence();
   __syncthreads();
-  {
-    float c[8][4];
-    zero(c);
-#pragma unroll
-    for (int k = 0; k < V / 16; k++) load_left(upstream[k], grads + k / 4 * TILE, first, k % 4 * 2, lane);
-    begin(c);
-    if (GROUPED) {
-#pragma unroll
-      for (int k = 0; k < V / 16; k++) hold(upstream[k]);
-      group_fence();
-    }
-#pragma unroll
-    for (int k = 0; k < V / 16; k++) times_columns(c, upstream[k], values + k / 4 * TILE, k % 4 * 16, lane);
-    started();
-    ended<0>(c);
-    mask<false>(c, first, lane);
-    as_left(pairs, c);
-  }
+  pairs_of<false>(pairs, upstream, grads, values, first, lane);
   if (D > 64) {
     __syncthreads();  // nobody reads values any more
 #pragma unroll
@@ -97,29 +73,15 @@ causal_queries(const u16* query, const u16* key, const u16* value, const u16* gr
     for (int k = 0; k < 4; k++) ones<false>(before[k], first, k * 16, lane);
     begin(real), begin(total);
     if (LRPE) begin(imag);
-    if (GROUPED) {
+    if (GROUPED) hold_all<V / 16>(upstream), hold_all<4>(pairs), hold_all<4>(before), group_fence();
+    ask_state(real, imag, upstream, pairs, state, LRPE ? up : weights, down, lane);
 #pragma unroll
-      for (int k = 0; k < V / 16; k++) hold(upstream[k]);
-#pragma unroll
-      for (int k = 0; k < 4; k++) hold(pairs[k]), hold(before[k]);
-      group_fence();
-    }
-#pragma unroll
-    for (int k = 0; k < V / 16; k++) {
-      times_columns(real, upstream[k], state + k / 4 * TILE, k % 4 * 16, lane);
-      if (LRPE) times_columns(imag, upstream[k], state + (V / 64 + k / 4) * TILE, k % 4 * 16, lane);
-    }
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      times_rows(real, pairs[k], LRPE ? up : weights, k * 16, lane);
-      if (LRPE) times_rows(imag, pairs[k], down, k * 16, lane);
-      times_rows(total, before[k], weights, k * 16, lane);
-    }
+    for (int k = 0; k < 4; k++) times_rows(total, before[k], weights, k * 16, lane);
     started();
     ended<0>(real), ended<0>(total);
     if (LRPE) ended<0>(imag);
     __syncthreads();  // state and weights are free
-    if (part + 1 < D / 64) fetch_state(part + 1);
+    if (part + 1 < D / 64) fetch_state(state, kv, part + 1);
     commit();
 
     const float* angles = turns + part * 64 + t * 2;
@@ -161,13 +123,7 @@ causal_queries(const u16* query, const u16* key, const u16* value, const u16* gr
           made[1][2 * i + h] = packed(read[0], read[1]);
           made[2][2 * i + h] = packed(slope[0], slope[1]);
         }
-        if (LRPE) {
-#pragma unroll
-          for (int e = 0; e < 2; e++) {
-            turned[e] += exchanged(turned[e], 4), turned[e] += exchanged(turned[e], 8), turned[e] += exchanged(turned[e], 16);
-            if (g == 0) sums[warp * 64 + (j + i) * 8 + t * 2 + e] = turned[e];
-          }
-        }
+        if (LRPE) put_sums(sums + warp * 64, turned, (j + i) * 8, lane);
       }
       store_result(weights, made[0], first, j, lane);
       store_result(up, made[1], first, j, lane);
@@ -178,12 +134,7 @@ causal_queries(const u16* query, const u16* key, const u16* value, const u16* gr
     sum_tokens<true>(total, weights, first, lane);
     write_rows(x + part * 64, x_t, up, first, length, lane);
     write_rows(grad_query + part * 64, grad_query_t, down, first, length, lane);
-    if (LRPE && threadIdx.x < 64) {
-      float sum = 0.f;
-#pragma unroll
-      for (int i = 0; i < WARPS; i++) sum += sums[i * 64 + threadIdx.x];
-      torque[part * 64 + threadIdx.x] = sum;
-    }
+    if (LRPE) write_sums(torque + part * 64, sums);
     ended<0>(total);
     if (first + g == 0) {
 #pragma unroll

@@ -6,6 +6,10 @@
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr int BT = 64, TILE = BT * 64, THREADS = 32 * WARPS, HALVES = LRPE ? 2 : 1;
 
+#define STRIDES(x) i64 x##_b, i64 x##_t, i64 x##_h
+// A tensor from the block's first token and head on.
+#define HERE(x) x += row * x##_b + token * x##_t + head * x##_h
+
 // Where 16 bytes of a tile's row lie: those of eight rows that are read at once in different banks.
 DEVICE int spot(int row, int chunk) { return row * 64 + ((chunk ^ (row & 7)) << 3); }
 
@@ -43,6 +47,12 @@ DEVICE void times_columns(float (*c)[4], u32* a, const u16* tile, int column, in
       product16(c[j], a, b), product16(c[j + 1], a, b + 2);
     }
   }
+}
+
+// Registers of left operands that products are about to read, after which they may begin.
+template <int COUNT> DEVICE void hold_all(u32 (*a)[4]) {
+#pragma unroll
+  for (int k = 0; k < COUNT; k++) hold(a[k]);
 }
 
 DEVICE void begin(float (*c)[4]) {
@@ -161,12 +171,114 @@ template <bool LATER> DEVICE void sum_tokens(float (*c)[4], const u16* weights, 
 #pragma unroll
   for (int k = 0; k < 4; k++) ones<LATER>(a[k], first, k * 16, lane);
   begin(c);
-  if (GROUPED) {
-#pragma unroll
-    for (int k = 0; k < 4; k++) hold(a[k]);
-    group_fence();
-  }
+  if (GROUPED) hold_all<4>(a), group_fence();
 #pragma unroll
   for (int k = 0; k < 4; k++) times_rows(c, a[k], weights, k * 16, lane);
   started();
+}
+
+// 64 features from part * 64 on of a block's state or of what is asked of it, a tile of rows for 64 value features.
+DEVICE void fetch_state(u16* state, const u16* kv, int part) {
+#pragma unroll
+  for (int h = 0; h < HALVES; h++) fetch<V>(state + h * (V / 64) * TILE, kv + (h * D + part * 64) * V, V, 64);
+}
+
+// Products of the rows of two [64, V] as a left operand, of columns not after the row (LATER: not before); `left` keeps the first ones.
+template <bool LATER> DEVICE void pairs_of(u32 (*pairs)[4], u32 (*left)[4], const u16* rows, const u16* columns, int first, int lane) {
+  float c[8][4];
+  zero(c);
+#pragma unroll
+  for (int k = 0; k < V / 16; k++) load_left(left[k], rows + k / 4 * TILE, first, k % 4 * 2, lane);
+  begin(c);
+  if (GROUPED) hold_all<V / 16>(left), group_fence();
+#pragma unroll
+  for (int k = 0; k < V / 16; k++) times_columns(c, left[k], columns + k / 4 * TILE, k % 4 * 16, lane);
+  started();
+  ended<0>(c);
+  mask<LATER>(c, first, lane);
+  as_left(pairs, c);
+}
+
+// real, imag [64, 64] += left [64, V] state^T + pairs [64, 64] times up, down.
+DEVICE void ask_state(float (*real)[4], float (*imag)[4], u32 (*left)[4], u32 (*pairs)[4], const u16* state, const u16* up, const u16* down, int lane) {
+#pragma unroll
+  for (int k = 0; k < V / 16; k++) {
+    times_columns(real, left[k], state + k / 4 * TILE, k % 4 * 16, lane);
+    if (LRPE) times_columns(imag, left[k], state + (V / 64 + k / 4) * TILE, k % 4 * 16, lane);
+  }
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    times_rows(real, pairs[k], up, k * 16, lane);
+    if (LRPE) times_rows(imag, pairs[k], down, k * 16, lane);
+  }
+}
+
+// What the warp's tokens read by 64 features (cosines, sines): scores += of the tokens of up, down; out += of the state.
+DEVICE void read_state(float (*scores)[4], float (*out)[8][4], u32 (*cosines)[4], u32 (*sines)[4], const u16* state, const u16* up, const u16* down, int lane) {
+  begin(scores);
+#pragma unroll
+  for (int i = 0; i < V / 64; i++) begin(out[i]);
+  if (GROUPED) {
+    hold_all<4>(cosines);
+    if (LRPE) hold_all<4>(sines);
+    group_fence();
+  }
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    times_columns(scores, cosines[k], up, k * 16, lane);
+    if (LRPE) times_columns(scores, sines[k], down, k * 16, lane);
+#pragma unroll
+    for (int i = 0; i < V / 64; i++) {
+      times_rows(out[i], cosines[k], state + i * TILE, k * 16, lane);
+      if (LRPE) times_rows(out[i], sines[k], state + (V / 64 + i) * TILE, k * 16, lane);
+    }
+  }
+  started();
+  ended<0>(scores);
+#pragma unroll
+  for (int i = 0; i < V / 64; i++) ended<0>(out[i]);
+}
+
+// out += scores [64, 64] times [64, V], of columns not after the row (LATER: not before).
+template <bool LATER> DEVICE void add_values(float (*out)[8][4], float (*scores)[4], const u16* values, int first, int lane) {
+  u32 left[4][4];
+  mask<LATER>(scores, first, lane);
+  as_left(left, scores);
+#pragma unroll
+  for (int i = 0; i < V / 64; i++) begin(out[i]);
+  if (GROUPED) hold_all<4>(left), group_fence();
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+#pragma unroll
+    for (int i = 0; i < V / 64; i++) times_rows(out[i], left[k], values + i * TILE, k * 16, lane);
+  started();
+#pragma unroll
+  for (int i = 0; i < V / 64; i++) ended<0>(out[i]);
+}
+
+// The warp's rows of [64, V] to memory, by way of tiles that nobody else reads.
+DEVICE void write_out(u16* to, i64 stride, u16* tiles, const float (*out)[8][4], int first, int there, int lane) {
+#pragma unroll
+  for (int i = 0; i < V / 64; i++) {
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) store_packed(tiles + i * TILE, out[i], first, j, lane);
+    __syncwarp();
+    write_rows(to + i * 64, stride, tiles + i * TILE, first, there, lane);
+  }
+}
+
+// Sums over tokens of 64 features: a lane's pair over the warp's to sums [WARPS, 64], and then over all.
+DEVICE void put_sums(float* sums, float* two, int column, int lane) {
+#pragma unroll
+  for (int e = 0; e < 2; e++) {
+    two[e] += exchanged(two[e], 4), two[e] += exchanged(two[e], 8), two[e] += exchanged(two[e], 16);
+    if (lane < 4) sums[column + lane * 2 + e] = two[e];
+  }
+}
+DEVICE void write_sums(float* to, const float* sums) {
+  if (threadIdx.x >= 64) return;
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) sum += sums[i * 64 + threadIdx.x];
+  to[threadIdx.x] = sum;
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightnet_kernels import cuda_launch
+from lightnet_kernels import cuda_chains, cuda_launch
 from lightnet_kernels.recording import active
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -51,6 +51,23 @@ def launcher(folder):
             tape.launched(start, (blocks, 1, 1), arguments, None)
 
     return launch
+
+
+@contextlib.contextmanager
+def scans_on_lanes(monkeypatch, folder):
+    """The causal scan's CUDA kernels in place of Triton's; yields name and constants of those that ran."""
+    seen = []
+    launch = launcher(folder)
+
+    def watched(name, files, constants, *rest):
+        seen.append((name, constants))
+        launch(name, files, constants, *rest)
+
+    monkeypatch.setattr(cuda_launch, "launch", watched)
+    monkeypatch.setattr(cuda_launch, "available", lambda: True)
+    monkeypatch.setattr(cuda_chains, "DEVICE", "cpu")
+    with uninitialized_memory_holds_nan(monkeypatch):
+        yield seen
 
 
 @contextlib.contextmanager

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from lightnet_kernels import cuda_blocks, cuda_chains, cuda_launch
+from lightnet_kernels import cuda_blocks, cuda_chains
 
 from . import triton_table as table
-from .interpreter import inside, outside, run_inside
+from .interpreter import INSIDE, inside, outside, run_inside
 from .kernel_oracle import make
-from .lanes import launcher, needs_compiler, uninitialized_memory_holds_nan
+from .lanes import needs_compiler, scans_on_lanes
 
 pytestmark = needs_compiler
 BF16 = torch.bfloat16
@@ -30,22 +30,16 @@ def test_the_rest_of_it():
     run_inside(__file__, "-m", "slow")
 
 
-@pytest.fixture
-def seen(monkeypatch, tmp_path_factory):
-    """Names of the kernels that ran."""
-    names = []
-    launch = launcher(tmp_path_factory.getbasetemp())
-
-    def watched(name, *rest):
-        names.append(name)
-        launch(name, *rest)
-
-    monkeypatch.setattr(cuda_launch, "launch", watched)
-    monkeypatch.setattr(cuda_launch, "available", lambda: True)
-    monkeypatch.setattr(cuda_chains, "DEVICE", "cpu")
+@pytest.fixture(autouse=True)
+def launched(monkeypatch, tmp_path_factory):
+    """In each test all three kernels run."""
+    if not INSIDE:
+        yield
+        return
     monkeypatch.setattr(cuda_blocks, "CHOSEN", True)
-    with uninitialized_memory_holds_nan(monkeypatch):
-        yield names
+    with scans_on_lanes(monkeypatch, tmp_path_factory.getbasetemp()) as seen:
+        yield
+    assert {name for name, _ in seen} >= KERNELS
 
 
 slow = pytest.mark.slow
@@ -58,38 +52,33 @@ slow = pytest.mark.slow
     ("batch", "tokens", "heads", "width", "value_width"),
     [(1, 70, 2, 128, 64), pytest.param(2, 130, 1, 64, 64, marks=slow), pytest.param(1, 1, 1, 128, 128, marks=slow)],
 )
-def test_shapes(batch, tokens, heads, width, value_width, theta, grouped, seen, monkeypatch):
+def test_shapes(batch, tokens, heads, width, value_width, theta, grouped, monkeypatch):
     """By four warps together, whose products are there only when they are waited for, and by a warp's own."""
     monkeypatch.setattr(cuda_chains, "grouped", lambda device: grouped)
     table.check(make(batch, tokens, heads, width, value_width, theta=theta), BF16, "cpu")
-    assert set(seen) >= KERNELS
 
 
 @inside
 @pytest.mark.parametrize("theta", [True, pytest.param(False, marks=slow)])
-def test_exact_blocks_are_left_to_triton(theta, seen):
+def test_exact_blocks_are_left_to_triton(theta):
     table.check(table.spiked(make(1, 200, 1, 64, 64, theta=theta), 400), BF16, "cpu")
-    assert set(seen) >= KERNELS
 
 
 @inside
 @pytest.mark.parametrize("theta", [True, pytest.param(False, marks=slow)])
-def test_segments(theta, seen):
+def test_segments(theta):
     table.check_segments([3, 0, 64, 1, 130, 70], BF16, "cpu", heads=1, width=64, value_width=128, theta=theta)
-    assert set(seen) >= KERNELS
 
 
 @inside
-def test_keys_far_below_zero(seen):
+def test_keys_far_below_zero():
     """Rows of no token have key 0 on chip: 200 above all others, and must not count."""
     inputs = make(1, 70, 1, 64, 64)
     inputs["key"] -= 200
     table.check(inputs, BF16, "cpu")
-    assert set(seen) >= KERNELS
 
 
 @inside
 @pytest.mark.slow
-def test_ranks(seen):
+def test_ranks():
     table.check_ranks([130, 70], BF16, "cpu", heads=1, width=64, value_width=64, lift=())
-    assert set(seen) >= KERNELS
