@@ -20,7 +20,7 @@ def outputs(
 ) -> None:  # fmt: skip
     """Fills output, as value, of blocks that have no flag. Other arguments: those of `query_grads`."""
     query, key, value = (cuda_chains.aligned(each) for each in (query, key, value))
-    pointers = [blocks, found.turn, found.kv, found.enter, found.mass, found.flag]
+    pointers = [blocks, found.cos, found.sin, found.kv, found.enter, found.mass, found.flag]
     _launch("causal_outputs", (query, key, value, output), pointers, {"SILU": int(silu)})
 
 
@@ -37,7 +37,7 @@ def query_grads(
     """
     query, key, value, grad = (cuda_chains.aligned(each) for each in (query, key, value, grad))
     tensors = (query, key, value, grad, grad_query, x, later)
-    pointers = [blocks, found.turn, found.kv, found.enter, found.mass, found.flag, pressure, torque]
+    pointers = [blocks, found.cos, found.sin, found.kv, found.enter, found.mass, found.flag, pressure, torque]
     _launch("causal_queries", tensors, pointers, {"SILU": int(silu)})
 
 
@@ -53,7 +53,7 @@ def answers(
     """
     key, value, grad = (cuda_chains.aligned(each) for each in (key, value, grad))
     tensors = (key, value, grad, x, later, grad_key, grad_value)
-    pointers = [blocks, found.turn, block_grads, found.leave, found.flag, pressure, torque]
+    pointers = [blocks, found.cos, found.sin, block_grads, found.leave, found.flag, pressure, torque]
     _launch("causal_answers", tensors, pointers, {})
 
 

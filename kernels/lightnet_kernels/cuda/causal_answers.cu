@@ -5,35 +5,36 @@
 // multiprocessor; WARPS, 4.
 
 constexpr int WINDOW = 4;  // blocks
-// Tiles of later keys and of what is read at them, where values are first.
-constexpr int NEXT = 2 * (D / 64 - 1) > V / 64 ? 2 * (D / 64 - 1) : V / 64;
-constexpr int TURNED = LRPE ? 2 : V / 64;  // tiles of what is read, turned; in the end of values' gradients
-constexpr int BYTES = 2 * TILE * (NEXT + V / 64 + 3 + HALVES * V / 64 + TURNED) + LRPE * WARPS * 64 * 4;
+constexpr int PARTS = D / 64, TURNS = LRPE ? 2 : 0;
+constexpr int VALUES = 2 * (PARTS - 1) > V / 64 ? 2 * (PARTS - 1) : V / 64;  // tiles, of later keys and of what is read at them, too
+constexpr int BYTES = 2 * TILE * (VALUES + V / 64 + 3 + TURNS + HALVES * V / 64 + HALVES - 1) + 8 * D;
 
 extern "C" __device__ int shared_bytes = BYTES;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, const u16* later, u16* grad_key, u16* grad_value,
-               const int* table, const float* turns, const u16* kv, const float* leave, const int* flag, const float* pressure,
-               float* torque, STRIDES(key), STRIDES(value), STRIDES(grad), STRIDES(x), STRIDES(later), STRIDES(grad_key),
-               STRIDES(grad_value), i64 blocks, i64 heads) {
+               const int* table, const u16* cosines, const u16* sines, const u16* kv, const float* leave, const int* flag,
+               const float* pressure, float* torque, STRIDES(key), STRIDES(value), STRIDES(grad), STRIDES(x), STRIDES(later),
+               STRIDES(grad_key), STRIDES(grad_value), i64 blocks, i64 heads) {
   SHARED_MEMORY
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, first = warp * 16;
   const i64 block = blockIdx.x % (u32)blocks, head = blockIdx.x / (u32)blocks, at = block * heads + head;
-  if (flag[at]) return;
-  const int *fields = table + block * 4, length = fields[2], place = fields[3];
-  const i64 row = fields[0], token = fields[1];
+  const int exact = flag[at];
+  const uint4 fields = *(const uint4*)(table + block * 4);
+  if (exact) return;
+  const i64 row = fields.x, token = fields.y;
+  const int length = fields.z, place = fields.w;
   HERE(key), HERE(value), HERE(grad), HERE(x), HERE(later), HERE(grad_key), HERE(grad_value);
-  turns += head * (BT + 1) * (2 * D);
-  kv += at * (HALVES * D * V);
-  leave += at * D, pressure += at * D, torque += at * D;
+  cosines += head * BT * D, sines += head * BT * D, kv += at * (HALVES * D * V), torque += at * D;
 
-  u16 *values = memory, *next = values, *grads = values + NEXT * TILE, *keys = grads + V / 64 * TILE, *read = keys + TILE;
-  u16 *taken = read + TILE, *state = taken + TILE, *up = state + HALVES * V / 64 * TILE, *down = up + TILE;
-  float* sums = (float*)(up + TURNED * TILE);  // [WARPS, 64]
+  u16 *values = memory, *grads = values + VALUES * TILE, *now = grads + V / 64 * TILE, *taken = now + 2 * TILE;
+  u16 *turns = taken + TILE, *state = turns + TURNS * TILE, *down = state + HALVES * V / 64 * TILE;
+  float *leaves = (float*)(down + (HALVES - 1) * TILE), *pressures = leaves + D, *sums = (float*)down;  // [WARPS, 64]
   fetch<V>(values, value, value_t, length), fetch<V>(grads, grad, grad_t, length);
   commit();
-  fetch<64>(keys, key, key_t, length), fetch<64>(read, x, x_t, length);
+  fetch<64>(now, key, key_t, length), fetch<64>(now + TILE, x, x_t, length), fetch<64>(taken, later, later_t, length);
+  if (LRPE) fetch_turns(turns, cosines, sines, 0);
+  fetch_vectors(leaves, leave + at * D, pressure + at * D);
   commit();
   fetch_state(state, kv, 0);
   commit();
@@ -45,12 +46,12 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
   if (GROUPED) copies_fence();
   __syncthreads();
   pairs_of<true>(pairs, own, values, grads, first, lane);
-  if (D > 64) {
+  if (PARTS > 1) {
     __syncthreads();  // nobody reads values any more
 #pragma unroll
-    for (int part = 1; part < D / 64; part++) {
-      fetch<64>(next + (2 * part - 2) * TILE, key + part * 64, key_t, length);
-      fetch<64>(next + (2 * part - 1) * TILE, x + part * 64, x_t, length);
+    for (int part = 1; part < PARTS; part++) {
+      u16* here = values + (2 * part - 2) * TILE;
+      fetch<64>(here, key + part * 64, key_t, length), fetch<64>(here + TILE, x + part * 64, x_t, length);
     }
   }
   commit();
@@ -59,42 +60,42 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
   for (int i = 0; i < V / 64; i++) zero(out[i]);
 
 #pragma unroll 1
-  for (int part = 0; part < D / 64; part++) {
-    u16 *here_keys = part ? next + (2 * part - 2) * TILE : keys, *here_read = part ? next + (2 * part - 1) * TILE : read;
+  for (int part = 0; part < PARTS; part++) {
+    u16 *keys = part ? values + (2 * part - 2) * TILE : now, *read = keys + TILE;  // what is read is turned in its place
     if (part) arrived<0>();
     else arrived<2>();
     __syncthreads();
-    fetch<64>(taken, later + part * 64, later_t, length);
-    commit();
-    const float *unit = leave + part * 64 + t * 2, *angles = turns + part * 64 + t * 2;
-    u32 cosines[4][4], sines[4][4];  // of weights, as a left operand
+    const float* unit = leaves + part * 64 + t * 2;
+    u32 cosine[4][4], sine[4][4];  // of weights, as a left operand
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-      u32 two[4], reads[4];
-      load_left(two, here_keys, first, 2 * k, lane);
-      if (LRPE) load_left(reads, here_read, first, 2 * k, lane);
-      u32 read_up[4], read_down[4];
+      u32 two[4], reads[4], c[4], s[4];
+      load_left(two, keys, first, 2 * k, lane);
+      if (LRPE) {
+        load_left(reads, read, first, 2 * k, lane);
+        load_left(c, turns, first, 2 * k, lane), load_left(s, turns + TILE, first, 2 * k, lane);
+      }
 #pragma unroll
       for (int i = 0; i < 4; i++) {  // tokens g, g + 8, features 8 on and the same
-        const int r = first + g + i % 2 * 8, column = k * 16 + i / 2 * 8;
-        const float2 units = *(const float2*)(unit + column);
+        const float2 units = *(const float2*)(unit + k * 16 + i / 2 * 8);
         float a = exp2_of((low(two[i]) - units.x) * LOG2E), b = exp2_of((high(two[i]) - units.y) * LOG2E);
-        if (r >= length) a = b = 0.f;
+        if (first + g + i % 2 * 8 >= length) a = b = 0.f;
         if (LRPE) {
-          const float2 c = *(const float2*)(angles + r * 2 * D + column), s = *(const float2*)(angles + (r * 2 + 1) * D + column);
-          cosines[k][i] = packed(a * c.x, b * c.y), sines[k][i] = packed(a * s.x, b * s.y);
-          read_up[i] = packed(low(reads[i]) * c.x, high(reads[i]) * c.y), read_down[i] = packed(low(reads[i]) * s.x, high(reads[i]) * s.y);
+          const float cos0 = half_low(c[i]), cos1 = half_high(c[i]), sin0 = half_low(s[i]), sin1 = half_high(s[i]);
+          cosine[k][i] = packed(a * cos0, b * cos1), sine[k][i] = packed(a * sin0, b * sin1);
+          c[i] = packed(low(reads[i]) * cos0, high(reads[i]) * cos1), s[i] = packed(low(reads[i]) * sin0, high(reads[i]) * sin1);
         } else {
-          cosines[k][i] = packed(a, b);
+          cosine[k][i] = packed(a, b);
         }
       }
-      if (LRPE) store_result(up, read_up, first, 2 * k, lane), store_result(down, read_down, first, 2 * k, lane);
+      if (LRPE) store_result(read, c, first, 2 * k, lane), store_result(down, s, first, 2 * k, lane);
     }
-    arrived<0>();
+    if (part) arrived<0>();
+    else arrived<1>();  // later keys may be on their way
     if (GROUPED) copies_fence();
     __syncthreads();
 
-    read_state(scores, out, cosines, sines, state, LRPE ? up : here_read, down, lane);
+    read_state(scores, out, cosine, sine, state, read, down, lane);
 
     float real[8][4], imag[8][4];
     zero(real);
@@ -102,31 +103,28 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
     begin(real);
     if (LRPE) begin(imag);
     if (GROUPED) hold_all<V / 16>(own), hold_all<4>(pairs), group_fence();
-    ask_state(real, imag, own, pairs, state, LRPE ? up : here_read, down, lane);
+    ask_state(real, imag, own, pairs, state, read, down, lane);
     started();
     ended<0>(real);
     if (LRPE) ended<0>(imag);
     __syncthreads();  // the state is free
-    if (part + 1 < D / 64) fetch_state(state, kv, part + 1);
+    if (part + 1 < PARTS) fetch_state(state, kv, part + 1);
     commit();
 
-    const float* pressures = pressure + part * 64 + t * 2;
+    const float* pressed = pressures + part * 64 + t * 2;
     const float lag = (float)(first + g + place % WINDOW * BT);
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
-      u32 two[4], after[4], made[4];
-      load_left(two, here_keys, first, j, lane);
+      u32 two[4], after[4], c[4], s[4], made[4];
+      load_left(two, keys, first, j, lane);
       load_left(after, taken, first, j, lane);
+      if (LRPE) load_left(c, turns, first, j, lane), load_left(s, turns + TILE, first, j, lane);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const int column = (j + i) * 8;
-        const float2 units = *(const float2*)(unit + column), all = *(const float2*)(pressures + column);
+        const float2 units = *(const float2*)(unit + (j + i) * 8), all = *(const float2*)(pressed + (j + i) * 8);
         float moved[2] = {0.f, 0.f};
 #pragma unroll
         for (int h = 0; h < 2; h++) {  // tokens g, g + 8
-          const int r = first + g + h * 8;
-          float2 c, s;
-          if (LRPE) c = *(const float2*)(angles + r * 2 * D + column), s = *(const float2*)(angles + (r * 2 + 1) * D + column);
           float slope[2];
 #pragma unroll
           for (int e = 0; e < 2; e++) {
@@ -134,21 +132,26 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
             const float weight = exp2_of((one - (e ? units.y : units.x)) * LOG2E);
             float asked = re;
             if (LRPE) {
-              const float im = imag[j + i][2 * h + e], cosine = e ? c.y : c.x, sine = e ? s.y : s.x;
+              const float im = imag[j + i][2 * h + e], cosine = e ? half_high(c[2 * i + h]) : half_low(c[2 * i + h]);
+              const float sine = e ? half_high(s[2 * i + h]) : half_low(s[2 * i + h]);
               asked = re * cosine + im * sine;
-              if (r < length) moved[e] += weight * (im * cosine - re * sine) * (lag + h * 8);
+              if (first + g + h * 8 < length) moved[e] += weight * (im * cosine - re * sine) * (lag + h * 8);
             }
             slope[e] = weight * (asked - (e ? high(after[2 * i + h]) : low(after[2 * i + h])) - (e ? all.y : all.x));
           }
           made[2 * i + h] = packed(slope[0], slope[1]);
         }
-        if (LRPE) put_sums(sums + warp * 64, moved, column, lane);
+        if (LRPE) put_sums(sums + warp * 64, moved, (j + i) * 8, lane);
       }
-      __syncwarp();
-      store_result(here_keys, made, first, j, lane);
+      store_result(keys, made, first, j, lane);
     }
     __syncwarp();
-    write_rows(grad_key + part * 64, grad_key_t, here_keys, first, length, lane);
+    if (part + 1 < PARTS) {  // the warp's own rows, which it has read
+      fetch<64>(taken, later + (part + 1) * 64, later_t, length);
+      if (LRPE) fetch_turns(turns, cosines, sines, part + 1);
+    }
+    commit();
+    write_rows(grad_key + part * 64, grad_key_t, keys, first, length, lane);
     if (LRPE) {
       __syncthreads();
       write_sums(torque + part * 64, sums);
@@ -156,6 +159,5 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
   }
 
   add_values<true>(out, scores, grads, first, lane);
-  __syncthreads();  // what was read, turned, is free
-  write_out(grad_value, grad_value_t, up, out, first, length, lane);
+  write_out(grad_value, grad_value_t, state, out, first, length, lane);  // nobody reads what is asked since the last part
 }

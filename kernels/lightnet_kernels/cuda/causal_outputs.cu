@@ -4,38 +4,44 @@
 // Given by the compiler: LRPE, SILU; D and V, widths; GROUPED, whether four warps multiply together (sm_90 alone); BLOCKS on a
 // multiprocessor; WARPS, 4.
 
-constexpr int NEXT = 2 * (D / 64 - 1);  // tiles of later keys and queries
-constexpr int BYTES = 2 * TILE * (V / 64 + NEXT + 2 + HALVES * V / 64 + (LRPE ? 3 : 1));
+constexpr int PARTS = D / 64, TURNS = LRPE ? 2 : 0;  // tiles of cosines and sines, and of turned weights
+// Values are where the first part's keys and queries were.
+constexpr int BYTES = 2 * TILE * (PARTS * (2 + TURNS) + HALVES * V / 64 + TURNS + (PARTS > 1 ? 0 : V / 64)) + 8 * D;
+static_assert(V <= 128);
 
 extern "C" __device__ int shared_bytes = BYTES;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-causal_outputs(const u16* query, const u16* key, const u16* value, u16* output, const int* table, const float* turns,
-               const u16* kv, const float* enter, const float* mass, const int* flag, STRIDES(query), STRIDES(key),
-               STRIDES(value), STRIDES(output), i64 blocks, i64 heads) {
+causal_outputs(const u16* query, const u16* key, const u16* value, u16* output, const int* table, const u16* cosines,
+               const u16* sines, const u16* kv, const float* enter, const float* mass, const int* flag, STRIDES(query),
+               STRIDES(key), STRIDES(value), STRIDES(output), i64 blocks, i64 heads) {
   SHARED_MEMORY
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, first = warp * 16;
   const i64 block = blockIdx.x % (u32)blocks, head = blockIdx.x / (u32)blocks, at = block * heads + head;
-  if (flag[at]) return;
-  const int *fields = table + block * 4, length = fields[2];
-  const i64 row = fields[0], token = fields[1];
+  const int exact = flag[at];
+  const uint4 fields = *(const uint4*)(table + block * 4);
+  if (exact) return;
+  const i64 row = fields.x, token = fields.y;
+  const int length = fields.z;
   HERE(query), HERE(key), HERE(value), HERE(output);
-  turns += head * (BT + 1) * (2 * D);
-  kv += at * (HALVES * D * V);
-  enter += at * D, mass += at * D;
+  cosines += head * BT * D, sines += head * BT * D, kv += at * (HALVES * D * V);
 
-  u16 *values = memory, *next = values + V / 64 * TILE, *keys = next + NEXT * TILE, *queries = keys + TILE;
-  u16 *state = queries + TILE, *weights = state + HALVES * V / 64 * TILE, *up = weights + TILE, *down = up + TILE;
-  fetch<64>(keys, key, key_t, length), fetch<64>(queries, query, query_t, length);
-  commit();
-  fetch_state(state, kv, 0);
-  commit();
+  u16 *pairs = memory, *turns = pairs + PARTS * 2 * TILE, *state = turns + PARTS * TURNS * TILE;  // keys and queries, a part's
+  u16 *up = state + HALVES * V / 64 * TILE, *down = up + TILE, *rest = up + TURNS * TILE, *values = PARTS > 1 ? pairs : rest;
+  float *enters = (float*)(rest + (PARTS > 1 ? 0 : V / 64) * TILE), *masses = enters + D;
 #pragma unroll
-  for (int part = 1; part < D / 64; part++) {
-    fetch<64>(next + (2 * part - 2) * TILE, key + part * 64, key_t, length);
-    fetch<64>(next + (2 * part - 1) * TILE, query + part * 64, query_t, length);
+  for (int part = 0; part < PARTS; part++) {
+    u16* here = pairs + part * 2 * TILE;
+    fetch<64>(here, key + part * 64, key_t, length), fetch<64>(here + TILE, query + part * 64, query_t, length);
+    if (LRPE) fetch_turns(turns + part * 2 * TILE, cosines, sines, part);
+    if (!part) {
+      fetch_vectors(enters, enter + at * D, mass + at * D);
+      commit();
+      fetch_state(state, kv, 0);
+      commit();
+    }
   }
-  fetch<V>(values, value, value_t, length);
+  if (PARTS == 1) fetch<V>(values, value, value_t, length);
   commit();
   float out[V / 64][8][4], scores[8][4];
   zero(scores);
@@ -43,28 +49,32 @@ causal_outputs(const u16* query, const u16* key, const u16* value, u16* output, 
   for (int i = 0; i < V / 64; i++) zero(out[i]);
 
 #pragma unroll 1
-  for (int part = 0; part < D / 64; part++) {
-    const u16 *here_keys = part ? next + (2 * part - 2) * TILE : keys, *here_queries = part ? next + (2 * part - 1) * TILE : queries;
-    if (part) arrived<1>();  // the state may be on its way
-    else arrived<2>();
-    __syncthreads();
-    put_weights(weights, up, down, here_keys, enter + part * 64, turns + part * 64, length);
+  for (int part = 0; part < PARTS; part++) {
+    u16 *keys = pairs + part * 2 * TILE, *angles = turns + part * 2 * TILE;
+    if (part) {
+      arrived<2>();  // the state and values may be on their way
+      __syncwarp();
+    } else {
+      arrived<2>();
+      __syncthreads();
+    }
+    put_weights(keys, up, down, angles, enters + part * 64, first, length, lane);
     if (GROUPED) copies_fence();
     __syncthreads();
     float total[8][4];
-    sum_tokens<false>(total, weights, first, lane);
+    sum_tokens<false>(total, keys, first, lane);
     ended<0>(total);
 
-    u32 cosines[4][4], sines[4][4];  // of what is read, as a left operand
-    const float *angles = turns + part * 64 + t * 2, *earlier = mass + part * 64 + t * 2;
+    u32 real[4][4], imag[4][4];  // of what is read, as a left operand
+    const float* earlier = masses + part * 64 + t * 2;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-      u32 two[4];
-      load_left(two, here_queries, first, 2 * k, lane);
+      u32 two[4], c[4], s[4];
+      load_left(two, keys + TILE, first, 2 * k, lane);
+      if (LRPE) load_left(c, angles, first, 2 * k, lane), load_left(s, angles + TILE, first, 2 * k, lane);
 #pragma unroll
       for (int i = 0; i < 4; i++) {  // tokens g, g + 8, features 8 on and the same
-        const int r = first + g + i % 2 * 8, column = k * 16 + i / 2 * 8;
-        const float2 before = *(const float2*)(earlier + column);
+        const float2 before = *(const float2*)(earlier + k * 16 + i / 2 * 8);
         const float* sum = total[2 * k + i / 2] + i % 2 * 2;
         float x = low(two[i]), y = high(two[i]);
         if (SILU) {
@@ -73,21 +83,23 @@ causal_outputs(const u16* query, const u16* key, const u16* value, u16* output, 
           x *= inverse(sum[0] + before.x), y *= inverse(sum[1] + before.y);
         }
         if (LRPE) {
-          const float2 c = *(const float2*)(angles + r * 2 * D + column), s = *(const float2*)(angles + (r * 2 + 1) * D + column);
-          cosines[k][i] = packed(x * c.x, y * c.y), sines[k][i] = packed(x * s.x, y * s.y);
+          real[k][i] = packed(x * half_low(c[i]), y * half_high(c[i])), imag[k][i] = packed(x * half_low(s[i]), y * half_high(s[i]));
         } else {
-          cosines[k][i] = packed(x, y);
+          real[k][i] = packed(x, y);
         }
       }
     }
-    if (part) arrived<0>();
-    else arrived<1>();
+    arrived<1>();  // the state; the last group is later tiles or values
     if (GROUPED) copies_fence();
     __syncthreads();
-    read_state(scores, out, cosines, sines, state, LRPE ? up : weights, down, lane);
+    read_state(scores, out, real, imag, state, LRPE ? up : keys, down, lane);
     __syncthreads();  // state and weights are free
-    if (part + 1 < D / 64) fetch_state(state, kv, part + 1);
-    commit();
+    if (part + 1 < PARTS) {
+      fetch_state(state, kv, part + 1);
+      commit();
+      if (!part) fetch<V>(values, value, value_t, length);
+      commit();
+    }
   }
 
   arrived<0>();

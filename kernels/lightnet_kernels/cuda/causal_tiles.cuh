@@ -109,13 +109,24 @@ DEVICE void store_packed(u16* tile, const float (*c)[4], int first, int j, int l
   store_result(tile, r, first, j, lane);
 }
 
-// WIDTH columns of a block's rows from memory, tile after tile; from row `there` on 0.
+// WIDTH columns of a block's rows from memory, tile after tile; from row `there` on 0. Each warp its own 16 rows.
 template <int WIDTH> DEVICE void fetch(u16* to, const u16* from, i64 stride, int there) {
-  constexpr int CHUNKS = WIDTH / 8, ROWS = THREADS / CHUNKS;  // at a time
-  const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS;
+  constexpr int CHUNKS = WIDTH / 8, ROWS = 32 / CHUNKS;  // at a time
+  const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * 16 + lane / CHUNKS, chunk = lane % CHUNKS;
 #pragma unroll
-  for (int i = 0; i < BT / ROWS; i++)
+  for (int i = 0; i < 16 / ROWS; i++)
     copy16(to + chunk / 8 * TILE + spot(row + i * ROWS, chunk % 8), from + (row + i * ROWS) * stride + chunk * 8, row + i * ROWS < there);
+}
+
+// Two vectors of D float32, one after the other.
+DEVICE void fetch_vectors(float* to, const float* one, const float* two) {
+  const int chunk = threadIdx.x % (D / 4) * 4;
+  if (threadIdx.x < D / 2) copy16(to + (threadIdx.x < D / 4 ? 0 : D) + chunk, (threadIdx.x < D / 4 ? one : two) + chunk, true);
+}
+
+// Cosines and sines (float16, [H, 64, D]) of 64 features, a tile each.
+DEVICE void fetch_turns(u16* to, const u16* cosines, const u16* sines, int part) {
+  fetch<64>(to, cosines + part * 64, D, BT), fetch<64>(to + TILE, sines + part * 64, D, BT);
 }
 
 // The warp's 16 rows of a tile to memory; those from `there` on are left out.
@@ -127,40 +138,28 @@ DEVICE void write_rows(u16* to, i64 stride, const u16* tile, int first, int ther
   }
 }
 
-// Weights of the keys of a tile, with LRPE also turned by their tokens: cosines to `up`, sines to `down`. From row `there` on 0.
-// By all threads together, 16 bytes at a time.
-DEVICE void put_weights(u16* weights, u16* up, u16* down, const u16* keys, const float* unit, const float* turns, int there) {
-  const int chunk = threadIdx.x % 8;
-  unit += chunk * 8, turns += chunk * 8;
-  float units[8];
+// A warp's keys of a tile become their weights, in their place; with LRPE also turned by their tokens: cosines to `up`, sines to
+// `down`. From row `there` on 0.
+DEVICE void put_weights(u16* keys, u16* up, u16* down, const u16* turns, const float* unit, int first, int there, int lane) {
+  unit += (lane & 3) * 2;
 #pragma unroll
-  for (int e = 0; e < 8; e += 2) *(float2*)(units + e) = *(const float2*)(unit + e);
+  for (int k = 0; k < 4; k++) {
+    u32 two[4], c[4], s[4];
+    load_left(two, keys, first, 2 * k, lane);
+    if (LRPE) load_left(c, turns, first, 2 * k, lane), load_left(s, turns + TILE, first, 2 * k, lane);
 #pragma unroll
-  for (int i = 0; i < BT / (THREADS / 8); i++) {
-    const int row = threadIdx.x / 8 + i * (THREADS / 8), to = spot(row, chunk);
-    const uint4 eight = *(const uint4*)(keys + to);
-    const u32 two[4] = {eight.x, eight.y, eight.z, eight.w};
-    float w[8];
-#pragma unroll
-    for (int e = 0; e < 8; e++) {
-      w[e] = exp2_of(((e % 2 ? high(two[e / 2]) : low(two[e / 2])) - units[e]) * LOG2E);
-      if (row >= there) w[e] = 0.f;
-    }
-    auto put = [&](u16* tile, const float* v) {
-      uint4 y;
-      y.x = packed(v[0], v[1]), y.y = packed(v[2], v[3]), y.z = packed(v[4], v[5]), y.w = packed(v[6], v[7]);
-      *(uint4*)(tile + to) = y;
-    };
-    put(weights, w);
-    if (LRPE) {
-      float a[8], b[8];
-#pragma unroll
-      for (int e = 0; e < 8; e += 2) {
-        const float2 c = *(const float2*)(turns + row * 2 * D + e), s = *(const float2*)(turns + (row * 2 + 1) * D + e);
-        a[e] = w[e] * c.x, a[e + 1] = w[e + 1] * c.y, b[e] = w[e] * s.x, b[e + 1] = w[e + 1] * s.y;
+    for (int i = 0; i < 4; i++) {  // tokens g, g + 8, features 8 on and the same
+      const float2 units = *(const float2*)(unit + k * 16 + i / 2 * 8);
+      float a = exp2_of((low(two[i]) - units.x) * LOG2E), b = exp2_of((high(two[i]) - units.y) * LOG2E);
+      if (first + (lane >> 2) + i % 2 * 8 >= there) a = b = 0.f;
+      two[i] = packed(a, b);
+      if (LRPE) {
+        const u32 cosines = c[i], sines = s[i];
+        c[i] = packed(a * half_low(cosines), b * half_high(cosines)), s[i] = packed(a * half_low(sines), b * half_high(sines));
       }
-      put(up, a), put(down, b);
     }
+    store_result(keys, two, first, 2 * k, lane);
+    if (LRPE) store_result(up, c, first, 2 * k, lane), store_result(down, s, first, 2 * k, lane);
   }
 }
 

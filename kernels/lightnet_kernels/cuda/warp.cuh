@@ -131,5 +131,16 @@ DEVICE u32 larger2(u32 x, u32 y) {
 DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE float low(u32 x) { return float_of(x << 16); }
 DEVICE float high(u32 x) { return float_of(x & 0xffff0000u); }
+// Of two float16.
+DEVICE float half_low(u32 x) {
+  float y;
+  asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(y) : "r"(x));
+  return y;
+}
+DEVICE float half_high(u32 x) {
+  float y;
+  asm("{.reg .f16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b;}" : "=f"(y) : "r"(x));
+  return y;
+}
 DEVICE float exchanged(float x, int distance) { return __shfl_xor_sync(0xffffffffu, x, distance); }
 DEVICE bool some(bool x) { return __any_sync(0xffffffffu, x); }

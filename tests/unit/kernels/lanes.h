@@ -55,6 +55,13 @@ inline float float_of(u32 x) {
 }
 inline float low(u32 x) { return float_of(x << 16); }
 inline float high(u32 x) { return float_of(x & 0xffff0000u); }
+inline float of_half(u32 x) {
+  const int power = x >> 10 & 31, rest = x & 1023;
+  const float y = power ? ldexpf(1024 + rest, power - 25) : ldexpf(rest, -24);
+  return x & 0x8000 ? -y : y;
+}
+inline float half_low(u32 x) { return of_half(x & 0xffff); }
+inline float half_high(u32 x) { return of_half(x >> 16); }
 inline u32 rounded(float x) {
   u32 bits;
   memcpy(&bits, &x, 4);
@@ -152,13 +159,20 @@ template <int LEFT> void group_wait() {
 }
 inline void copies_fence() {}
 
+// Copies are there when they are waited for, no sooner.
+static thread_local std::vector<std::vector<std::function<void()>>> copies(1);
+
 inline void copy16(void* to, const void* from, bool there) {
   aligned(to), aligned(from);
-  if (there) memcpy(to, from, 16);
-  else memset(to, 0, 16);
+  copies.back().push_back([=] { there ? memcpy(to, from, 16) : memset(to, 0, 16); });
 }
-inline void commit() {}
-template <int LEFT> void arrived() {}
+inline void commit() { copies.emplace_back(); }
+template <int LEFT> void arrived() {
+  while (copies.size() > LEFT + 1) {
+    for (auto& copy : copies.front()) copy();
+    copies.erase(copies.begin());
+  }
+}
 
 inline float exp2_of(float x) { return exp2f(x); }
 inline float log2_of(float x) { return log2f(x); }
