@@ -1,17 +1,15 @@
 """What the causal scan does for each block of tokens, by CUDA C++ (`cuda/causal_outputs.cu`, `causal_queries.cu` and
 `causal_answers.cu`): Triton's outputs, query_grads, key_grads and value_grads, but for blocks in the exact form. For the shapes
-that `cuda_chains.runs` names."""
+that `cuda_chains.runs` names, on sm_90: four warps multiply together."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from torch import Tensor
 
 from . import cuda_chains, cuda_launch
 
-CHOSEN = os.environ.get("LIGHTNET_CUDA_BLOCKS") == "1"  # off: none has run on a card, only on a CPU's lanes
 FILES = ("warp.cuh", "causal_tiles.cuh")
 
 
@@ -62,9 +60,7 @@ def _launch(name: str, tensors: tuple[Tensor, ...], pointers: list[Tensor | None
     blocks, lrpe, value = pointers[0], pointers[1] is not None, tensors[1 if name == "causal_answers" else 2]
     assert blocks is not None
     count, heads, D, V = blocks.shape[0], value.shape[2], tensors[0].shape[3], value.shape[3]
-    constants = {
-        "LRPE": int(lrpe), **given, "D": D, "V": V, "WARPS": 4, "BLOCKS": 2, "GROUPED": int(cuda_chains.grouped(value.device)),
-    }  # fmt: skip
+    constants = {"LRPE": int(lrpe), **given, "D": D, "V": V, "WARPS": 4, "BLOCKS": 2}
     places = [stride for each in tensors for stride in each.stride()[:3]]
     arguments = [*tensors, *pointers, *places, count, heads]
     cuda_launch.launch(name, (*FILES, f"{name}.cu"), constants, count * heads, arguments)

@@ -306,7 +306,7 @@ def fill_outputs(
 ) -> None:
     """Every block against itself and the state that it finds."""
     for grid, count in shape.grids(table):
-        if shape.cuda and cuda_blocks.CHOSEN and count == 0:
+        if shape.cuda and cuda_chains.grouped(query.device) and count == 0:
             cuda_blocks.outputs(query, key, value, output, table.blocks, found, silu)
             continue
         launch(forward_kernels.outputs, grid)(

@@ -63,7 +63,7 @@ def ask(
     later = torch.empty_like(x) if query.dtype == torch.float16 else grad_key  # float16 has not the range
     own = torch.empty_like(found.mass)
     for grid, count in shape.grids(table):
-        if shape.cuda and cuda_blocks.CHOSEN and count == 0:
+        if shape.cuda and cuda_chains.grouped(query.device) and count == 0:
             cuda_blocks.query_grads(
                 query, key, value, grad, grad_query, x, later, table.blocks, found, own, torque, silu
             )
@@ -135,7 +135,7 @@ def answer(
     """The gradients of keys and values."""
     blocks, heads = table.blocks.shape[0], shape.heads
     for grid, count in shape.grids(table):
-        if shape.cuda and cuda_blocks.CHOSEN and count == 0:
+        if shape.cuda and cuda_chains.grouped(query.device) and count == 0:
             cuda_blocks.answers(
                 key, value, grad, asked.x, asked.later, grad_key, grad_value, table.blocks, found, block_grads, pressure,
                 None if asked.torque is None else asked.torque[blocks:],

@@ -1,8 +1,7 @@
 // The gradients of keys and values of a block of 64 tokens: triton_backward's key_grads and value_grads in one, but for their exact
 // form; their buffers. One block of threads (four warps, 16 tokens each) a block and head, 64 features at a time.
 //
-// Given by the compiler: LRPE; D and V, widths; GROUPED, whether four warps multiply together (sm_90 alone); BLOCKS on a
-// multiprocessor; WARPS, 4.
+// Given by the compiler: LRPE; D and V, widths; BLOCKS on a multiprocessor; WARPS, 4. For sm_90 alone.
 
 constexpr int WINDOW = 4;  // blocks
 constexpr int PARTS = D / 64, TURNS = LRPE ? 2 : 0;
@@ -43,7 +42,7 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
   u32 own[V / 16][4], pairs[4][4];
   float out[V / 64][8][4], scores[8][4];
   arrived<2>();
-  if (GROUPED) copies_fence();
+  copies_fence();
   __syncthreads();
   pairs_of<true>(pairs, own, values, grads, first, lane);
   if (PARTS > 1) {
@@ -92,7 +91,7 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
     }
     if (part) arrived<0>();
     else arrived<1>();  // later keys may be on their way
-    if (GROUPED) copies_fence();
+    copies_fence();
     __syncthreads();
 
     read_state(scores, out, cosine, sine, state, read, down, lane);
@@ -102,11 +101,11 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
     if (LRPE) zero(imag);
     begin(real);
     if (LRPE) begin(imag);
-    if (GROUPED) hold_all<V / 16>(own), hold_all<4>(pairs), group_fence();
+    hold_all<V / 16>(own), hold_all<4>(pairs), group_fence();
     ask_state(real, imag, own, pairs, state, read, down, lane);
-    started();
-    ended<0>(real);
-    if (LRPE) ended<0>(imag);
+    group_commit();
+    ended(real);
+    if (LRPE) ended(imag);
     __syncthreads();  // the state is free
     if (part + 1 < PARTS) fetch_state(state, kv, part + 1);
     commit();
@@ -116,13 +115,13 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
       u32 two[4], after[4], c[4], s[4], made[4];
+      float moved[2][2] = {};
       load_left(two, keys, first, j, lane);
       load_left(after, taken, first, j, lane);
       if (LRPE) load_left(c, turns, first, j, lane), load_left(s, turns + TILE, first, j, lane);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const float2 units = *(const float2*)(unit + (j + i) * 8), all = *(const float2*)(pressed + (j + i) * 8);
-        float moved[2] = {0.f, 0.f};
 #pragma unroll
         for (int h = 0; h < 2; h++) {  // tokens g, g + 8
           float slope[2];
@@ -135,14 +134,14 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
               const float im = imag[j + i][2 * h + e], cosine = e ? half_high(c[2 * i + h]) : half_low(c[2 * i + h]);
               const float sine = e ? half_high(s[2 * i + h]) : half_low(s[2 * i + h]);
               asked = re * cosine + im * sine;
-              if (first + g + h * 8 < length) moved[e] += weight * (im * cosine - re * sine) * (lag + h * 8);
+              if (first + g + h * 8 < length) moved[i][e] += weight * (im * cosine - re * sine) * (lag + h * 8);
             }
             slope[e] = weight * (asked - (e ? high(after[2 * i + h]) : low(after[2 * i + h])) - (e ? all.y : all.x));
           }
           made[2 * i + h] = packed(slope[0], slope[1]);
         }
-        if (LRPE) put_sums(sums + warp * 64, moved, (j + i) * 8, lane);
       }
+      if (LRPE) put_sums(sums + warp * 64, moved, j * 8, lane);
       store_result(keys, made, first, j, lane);
     }
     __syncwarp();

@@ -1,8 +1,7 @@
 // Outputs of a block of 64 tokens: triton_forward's kernel of that name but for its exact form, whose buffers these are. One block
 // of threads (four warps, 16 tokens each) a block and head, 64 features at a time.
 //
-// Given by the compiler: LRPE, SILU; D and V, widths; GROUPED, whether four warps multiply together (sm_90 alone); BLOCKS on a
-// multiprocessor; WARPS, 4.
+// Given by the compiler: LRPE, SILU; D and V, widths; BLOCKS on a multiprocessor; WARPS, 4. For sm_90 alone.
 
 constexpr int PARTS = D / 64, TURNS = LRPE ? 2 : 0;  // tiles of cosines and sines, and of turned weights
 // Values are where the first part's keys and queries were.
@@ -16,7 +15,7 @@ causal_outputs(const u16* query, const u16* key, const u16* value, u16* output, 
                const u16* sines, const u16* kv, const float* enter, const float* mass, const int* flag, STRIDES(query),
                STRIDES(key), STRIDES(value), STRIDES(output), i64 blocks, i64 heads) {
   SHARED_MEMORY
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, first = warp * 16;
+  const int lane = threadIdx.x & 31, t = lane & 3, first = (threadIdx.x >> 5) * 16;
   const i64 block = blockIdx.x % (u32)blocks, head = blockIdx.x / (u32)blocks, at = block * heads + head;
   const int exact = flag[at];
   const uint4 fields = *(const uint4*)(table + block * 4);
@@ -59,11 +58,11 @@ causal_outputs(const u16* query, const u16* key, const u16* value, u16* output, 
       __syncthreads();
     }
     put_weights(keys, up, down, angles, enters + part * 64, first, length, lane);
-    if (GROUPED) copies_fence();
+    copies_fence();
     __syncthreads();
     float total[8][4];
     sum_tokens<false>(total, keys, first, lane);
-    ended<0>(total);
+    ended(total);
 
     u32 real[4][4], imag[4][4];  // of what is read, as a left operand
     const float* earlier = masses + part * 64 + t * 2;
@@ -90,7 +89,7 @@ causal_outputs(const u16* query, const u16* key, const u16* value, u16* output, 
       }
     }
     arrived<1>();  // the state; the last group is later tiles or values
-    if (GROUPED) copies_fence();
+    copies_fence();
     __syncthreads();
     read_state(scores, out, real, imag, state, LRPE ? up : keys, down, lane);
     __syncthreads();  // state and weights are free
@@ -103,7 +102,7 @@ causal_outputs(const u16* query, const u16* key, const u16* value, u16* output, 
   }
 
   arrived<0>();
-  if (GROUPED) copies_fence();
+  copies_fence();
   __syncthreads();
   add_values<false>(out, scores, values, first, lane);
   write_out(output, output_t, state, out, first, length, lane);  // nobody reads the state since the last part

@@ -1,8 +1,7 @@
 // What the queries of a block of 64 tokens ask, and their gradient: triton_backward's query_grads but for its exact form, whose
 // buffers these are. One block of threads (four warps, 16 tokens each) a block and head, 64 features at a time.
 //
-// Given by the compiler: LRPE, SILU; D and V, widths; GROUPED, whether four warps multiply together (sm_90 alone); BLOCKS on a
-// multiprocessor; WARPS, 4.
+// Given by the compiler: LRPE, SILU; D and V, widths; BLOCKS on a multiprocessor; WARPS, 4. For sm_90 alone.
 
 constexpr int WINDOW = 4;  // blocks
 constexpr int PARTS = D / 64, TURNS = LRPE ? 2 : 0;
@@ -44,7 +43,7 @@ causal_queries(const u16* query, const u16* key, const u16* value, const u16* gr
   // pairs [t, r] = <grad_t, value_r>, r not after t, as a left operand.
   u32 upstream[V / 16][4], pairs[4][4];
   arrived<2>();
-  if (GROUPED) copies_fence();
+  copies_fence();
   __syncthreads();
   pairs_of<false>(pairs, upstream, grads, values, first, lane);
   if (PARTS > 1) {
@@ -67,24 +66,23 @@ causal_queries(const u16* query, const u16* key, const u16* value, const u16* gr
     put_weights(keys, up, down, angles, enters + part * 64, first, length, lane);
     if (part) arrived<0>();
     else arrived<1>();
-    if (GROUPED) copies_fence();
+    copies_fence();
     __syncthreads();
 
     float real[8][4], imag[8][4], total[8][4];
     u32 before[4][4];
     zero(real), zero(total);
     if (LRPE) zero(imag);
-#pragma unroll
-    for (int k = 0; k < 4; k++) ones<false>(before[k], first, k * 16, lane);
+    ones<false>(before, first, lane);
     begin(real), begin(total);
     if (LRPE) begin(imag);
-    if (GROUPED) hold_all<V / 16>(upstream), hold_all<4>(pairs), hold_all<4>(before), group_fence();
+    hold_all<V / 16>(upstream), hold_all<4>(pairs), hold_all<4>(before), group_fence();
     ask_state(real, imag, upstream, pairs, state, LRPE ? up : keys, down, lane);
 #pragma unroll
-    for (int k = 0; k < 4; k++) times_rows(total, before[k], keys, k * 16, lane);
-    started();
-    ended<0>(real), ended<0>(total);
-    if (LRPE) ended<0>(imag);
+    for (int k = 0; k < 4; k++) times_rows(total, before[k], keys, k * 16);
+    group_commit();
+    ended(real), ended(total);
+    if (LRPE) ended(imag);
     __syncthreads();  // state and weights are free
     if (part + 1 < PARTS) fetch_state(state, kv, part + 1);
     commit();
@@ -94,12 +92,12 @@ causal_queries(const u16* query, const u16* key, const u16* value, const u16* gr
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
       u32 q[4], c[4], s[4], made[3][4];  // asked / s, phi / s, the gradient
+      float turned[2][2] = {};
       load_left(q, queries, first, j, lane);
       if (LRPE) load_left(c, angles, first, j, lane), load_left(s, angles + TILE, first, j, lane);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const float2 past = *(const float2*)(earlier + (j + i) * 8);
-        float turned[2] = {0.f, 0.f};
 #pragma unroll
         for (int h = 0; h < 2; h++) {  // tokens g, g + 8
           float asked[2], read[2], slope[2];
@@ -114,7 +112,7 @@ causal_queries(const u16* query, const u16* key, const u16* value, const u16* gr
               const float im = imag[j + i][2 * h + e], cosine = e ? half_high(c[2 * i + h]) : half_low(c[2 * i + h]);
               const float sine = e ? half_high(s[2 * i + h]) : half_low(s[2 * i + h]);
               asks = re * cosine + im * sine;
-              turned[e] += read[e] * (im * cosine - re * sine) * (lag + h * 8);
+              turned[i][e] += read[e] * (im * cosine - re * sine) * (lag + h * 8);
             }
             asks *= scale;
             asked[e] = read[e] * asks;
@@ -124,19 +122,19 @@ causal_queries(const u16* query, const u16* key, const u16* value, const u16* gr
           made[1][2 * i + h] = packed(read[0], read[1]);
           made[2][2 * i + h] = packed(slope[0], slope[1]);
         }
-        if (LRPE) put_sums(sums + warp * 64, turned, (j + i) * 8, lane);
       }
+      if (LRPE) put_sums(sums + warp * 64, turned, j * 8, lane);
       store_result(keys, made[0], first, j, lane);
       store_result(queries, made[1], first, j, lane);
       store_result(up, made[2], first, j, lane);
     }
-    if (GROUPED) copies_fence();
+    copies_fence();
     __syncthreads();
     sum_tokens<true>(total, keys, first, lane);
     write_rows(x + part * 64, x_t, queries, first, length, lane);
     write_rows(grad_query + part * 64, grad_query_t, up, first, length, lane);
     if (LRPE) write_sums(torque + part * 64, sums);
-    ended<0>(total);
+    ended(total);
     if (first + g == 0) {
 #pragma unroll
       for (int j = 0; j < 8; j++) *(float2*)(pressure + part * 64 + j * 8 + t * 2) = *(float2*)total[j];

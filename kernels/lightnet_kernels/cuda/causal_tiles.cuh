@@ -1,7 +1,7 @@
 // Tiles of 64 rows and 64 columns in shared memory, and products with them, for the kernels of the causal scan's blocks.
 //
-// A product's left operand is in registers (`a`, 16 columns of the warp's 16 rows as in product16), its result too; by four warps
-// together where GROUPED (sm_90), then nothing is there before `finish`.
+// A product's left operand is in registers (`a`, 16 columns of the warp's 16 rows as in product16), its result too; four warps
+// multiply together, and nothing is there before `ended`.
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr int BT = 64, TILE = BT * 64, THREADS = 32 * WARPS, HALVES = LRPE ? 2 : 1;
@@ -13,41 +13,19 @@ constexpr int BT = 64, TILE = BT * 64, THREADS = 32 * WARPS, HALVES = LRPE ? 2 :
 // Where 16 bytes of a tile's row lie: those of eight rows that are read at once in different banks.
 DEVICE int spot(int row, int chunk) { return row * 64 + ((chunk ^ (row & 7)) << 3); }
 
-// 16 rows and 16 columns of a tile from chunk `chunk` on, those of the warp's rows `first`: as a left operand, or as results lie.
-DEVICE void load_left(u32* r, const u16* tile, int first, int chunk, int lane) {
-  load_tiles4(r, tile + spot(first + (lane & 15), chunk + (lane >> 4)));
-}
+// 16 rows and 16 columns of a tile from the even chunk `chunk` on, those of the warp's rows `first`: as a left operand, or as results
+// lie.
+DEVICE int left_spot(int first, int chunk, int lane) { return (first + (lane & 15)) * 64 + ((lane >> 4 ^ lane & 7) << 3 ^ chunk << 3); }
+DEVICE void load_left(u32* r, const u16* tile, int first, int chunk, int lane) { load_tiles4(r, tile + left_spot(first, chunk, lane)); }
 DEVICE void store_result(u16* tile, const u32* r, int first, int chunk, int lane) {
-  store_tiles4(tile + spot(first + (lane & 15), chunk + (lane >> 4)), r);
+  store_tiles4(tile + left_spot(first, chunk, lane), r);
 }
 
 // c [64, 64] += a [64, 16] tile[16 rows from `row` on, 64 columns]
-DEVICE void times_rows(float (*c)[4], u32* a, const u16* tile, int row, int lane) {
-  if constexpr (GROUPED) {
-    group_product<64, BT>(c, a, tile + row * 64);
-  } else {
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      u32 b[4];
-      load_turned4(b, tile + spot(row + (lane & 15), j + (lane >> 4)));
-      product16(c[j], a, b), product16(c[j + 1], a, b + 2);
-    }
-  }
-}
+DEVICE void times_rows(float (*c)[4], u32* a, const u16* tile, int row) { group_product<64, BT>(c, a, tile, row); }
 
 // c [64, 64] += a [64, 16] (tile[64 rows, 16 columns from `column` on])^T
-DEVICE void times_columns(float (*c)[4], u32* a, const u16* tile, int column, int lane) {
-  if constexpr (GROUPED) {
-    group_product_turned<64>(c, a, tile, column);
-  } else {
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      u32 b[4];
-      load_tiles4(b, tile + spot(j * 8 + (lane & 7) + (lane >> 4) * 8, column / 8 + (lane >> 3 & 1)));
-      product16(c[j], a, b), product16(c[j + 1], a, b + 2);
-    }
-  }
-}
+DEVICE void times_columns(float (*c)[4], u32* a, const u16* tile, int column) { group_product_turned<64>(c, a, tile, column); }
 
 // Registers of left operands that products are about to read, after which they may begin.
 template <int COUNT> DEVICE void hold_all(u32 (*a)[4]) {
@@ -55,23 +33,18 @@ template <int COUNT> DEVICE void hold_all(u32 (*a)[4]) {
   for (int k = 0; k < COUNT; k++) hold(a[k]);
 }
 
-DEVICE void begin(float (*c)[4]) {
-  if constexpr (GROUPED) hold<8>(c);
-}
-DEVICE void started() {
-  if constexpr (GROUPED) group_commit();
-}
-template <int LEFT> DEVICE void ended(float (*c)[4]) {
-  if constexpr (GROUPED) group_wait<LEFT>(), hold<8>(c);
-}
+DEVICE void begin(float (*c)[4]) { hold<8>(c); }
+DEVICE void ended(float (*c)[4]) { group_wait<0>(), hold<8>(c); }
 
-// Left operand: ones where a token of the warp's rows is not before (LATER: not after) one of 16 columns from `column` on.
-template <bool LATER> DEVICE void ones(u32* a, int first, int column, int lane) {
+// Left operands: ones where a token of the warp's rows is not before (LATER: not after) one of 64 columns.
+template <bool LATER> DEVICE void ones(u32 (*a)[4], int first, int lane) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const int row = first + (lane >> 2) + i % 2 * 8, at = column + (lane & 3) * 2 + i / 2 * 8;
+    const int row = (lane >> 2) + i % 2 * 8, at = (lane & 3) * 2 + i / 2 * 8;
     const bool one = LATER ? at >= row : at <= row, two = LATER ? at + 1 >= row : at + 1 <= row;
-    a[i] = (one ? 0x3f80u : 0u) | (two ? 0x3f800000u : 0u);
+    const u32 both = (one ? 0x3f80u : 0u) | (two ? 0x3f800000u : 0u);  // in the columns of its own tokens
+#pragma unroll
+    for (int k = 0; k < 4; k++) a[k][i] = k * 16 == first ? both : (LATER ? k * 16 > first : k * 16 < first) ? 0x3f803f80u : 0u;
   }
 }
 
@@ -113,9 +86,11 @@ DEVICE void store_packed(u16* tile, const float (*c)[4], int first, int j, int l
 template <int WIDTH> DEVICE void fetch(u16* to, const u16* from, i64 stride, int there) {
   constexpr int CHUNKS = WIDTH / 8, ROWS = 32 / CHUNKS;  // at a time
   const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * 16 + lane / CHUNKS, chunk = lane % CHUNKS;
+  const int at = row * 64 + ((chunk % 8 ^ lane / CHUNKS) << 3);
+  to += chunk / 8 * TILE, from += row * stride + chunk * 8, there -= row;
 #pragma unroll
   for (int i = 0; i < 16 / ROWS; i++)
-    copy16(to + chunk / 8 * TILE + spot(row + i * ROWS, chunk % 8), from + (row + i * ROWS) * stride + chunk * 8, row + i * ROWS < there);
+    copy16(to + (at ^ (i * ROWS & 7) << 3) + i * ROWS * 64, from + (u32)stride * (i64)(i * ROWS), i * ROWS < there);
 }
 
 // Two vectors of D float32, one after the other.
@@ -131,11 +106,11 @@ DEVICE void fetch_turns(u16* to, const u16* cosines, const u16* sines, int part)
 
 // The warp's 16 rows of a tile to memory; those from `there` on are left out.
 DEVICE void write_rows(u16* to, i64 stride, const u16* tile, int first, int there, int lane) {
+  const int row = first + (lane >> 3), chunk = lane & 7, at = row * 64 + ((chunk ^ lane >> 3) << 3);
+  to += row * stride + chunk * 8, there -= row;
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int row = first + i * 4 + (lane >> 3), chunk = lane & 7;
-    if (row < there) *(uint4*)(to + row * stride + chunk * 8) = *(const uint4*)(tile + spot(row, chunk));
-  }
+  for (int i = 0; i < 4; i++)
+    if (i * 4 < there) *(uint4*)(to + (u32)stride * (i64)(i * 4)) = *(const uint4*)(tile + (at ^ (i & 1) << 5) + i * 256);
 }
 
 // A warp's keys of a tile become their weights, in their place; with LRPE also turned by their tokens: cosines to `up`, sines to
@@ -167,13 +142,12 @@ DEVICE void put_weights(u16* keys, u16* up, u16* down, const u16* turns, const f
 template <bool LATER> DEVICE void sum_tokens(float (*c)[4], const u16* weights, int first, int lane) {
   u32 a[4][4];
   zero(c);
-#pragma unroll
-  for (int k = 0; k < 4; k++) ones<LATER>(a[k], first, k * 16, lane);
+  ones<LATER>(a, first, lane);
   begin(c);
-  if (GROUPED) hold_all<4>(a), group_fence();
+  hold_all<4>(a), group_fence();
 #pragma unroll
-  for (int k = 0; k < 4; k++) times_rows(c, a[k], weights, k * 16, lane);
-  started();
+  for (int k = 0; k < 4; k++) times_rows(c, a[k], weights, k * 16);
+  group_commit();
 }
 
 // 64 features from part * 64 on of a block's state or of what is asked of it, a tile of rows for 64 value features.
@@ -189,11 +163,11 @@ template <bool LATER> DEVICE void pairs_of(u32 (*pairs)[4], u32 (*left)[4], cons
 #pragma unroll
   for (int k = 0; k < V / 16; k++) load_left(left[k], rows + k / 4 * TILE, first, k % 4 * 2, lane);
   begin(c);
-  if (GROUPED) hold_all<V / 16>(left), group_fence();
+  hold_all<V / 16>(left), group_fence();
 #pragma unroll
-  for (int k = 0; k < V / 16; k++) times_columns(c, left[k], columns + k / 4 * TILE, k % 4 * 16, lane);
-  started();
-  ended<0>(c);
+  for (int k = 0; k < V / 16; k++) times_columns(c, left[k], columns + k / 4 * TILE, k % 4 * 16);
+  group_commit();
+  ended(c);
   mask<LATER>(c, first, lane);
   as_left(pairs, c);
 }
@@ -202,13 +176,13 @@ template <bool LATER> DEVICE void pairs_of(u32 (*pairs)[4], u32 (*left)[4], cons
 DEVICE void ask_state(float (*real)[4], float (*imag)[4], u32 (*left)[4], u32 (*pairs)[4], const u16* state, const u16* up, const u16* down, int lane) {
 #pragma unroll
   for (int k = 0; k < V / 16; k++) {
-    times_columns(real, left[k], state + k / 4 * TILE, k % 4 * 16, lane);
-    if (LRPE) times_columns(imag, left[k], state + (V / 64 + k / 4) * TILE, k % 4 * 16, lane);
+    times_columns(real, left[k], state + k / 4 * TILE, k % 4 * 16);
+    if (LRPE) times_columns(imag, left[k], state + (V / 64 + k / 4) * TILE, k % 4 * 16);
   }
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    times_rows(real, pairs[k], up, k * 16, lane);
-    if (LRPE) times_rows(imag, pairs[k], down, k * 16, lane);
+    times_rows(real, pairs[k], up, k * 16);
+    if (LRPE) times_rows(imag, pairs[k], down, k * 16);
   }
 }
 
@@ -217,25 +191,23 @@ DEVICE void read_state(float (*scores)[4], float (*out)[8][4], u32 (*cosines)[4]
   begin(scores);
 #pragma unroll
   for (int i = 0; i < V / 64; i++) begin(out[i]);
-  if (GROUPED) {
-    hold_all<4>(cosines);
-    if (LRPE) hold_all<4>(sines);
-    group_fence();
-  }
+  hold_all<4>(cosines);
+  if (LRPE) hold_all<4>(sines);
+  group_fence();
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    times_columns(scores, cosines[k], up, k * 16, lane);
-    if (LRPE) times_columns(scores, sines[k], down, k * 16, lane);
+    times_columns(scores, cosines[k], up, k * 16);
+    if (LRPE) times_columns(scores, sines[k], down, k * 16);
 #pragma unroll
     for (int i = 0; i < V / 64; i++) {
-      times_rows(out[i], cosines[k], state + i * TILE, k * 16, lane);
-      if (LRPE) times_rows(out[i], sines[k], state + (V / 64 + i) * TILE, k * 16, lane);
+      times_rows(out[i], cosines[k], state + i * TILE, k * 16);
+      if (LRPE) times_rows(out[i], sines[k], state + (V / 64 + i) * TILE, k * 16);
     }
   }
-  started();
-  ended<0>(scores);
+  group_commit();
+  ended(scores);
 #pragma unroll
-  for (int i = 0; i < V / 64; i++) ended<0>(out[i]);
+  for (int i = 0; i < V / 64; i++) ended(out[i]);
 }
 
 // out += scores [64, 64] times [64, V], of columns not after the row (LATER: not before).
@@ -245,14 +217,14 @@ template <bool LATER> DEVICE void add_values(float (*out)[8][4], float (*scores)
   as_left(left, scores);
 #pragma unroll
   for (int i = 0; i < V / 64; i++) begin(out[i]);
-  if (GROUPED) hold_all<4>(left), group_fence();
+  hold_all<4>(left), group_fence();
 #pragma unroll
   for (int k = 0; k < 4; k++)
 #pragma unroll
-    for (int i = 0; i < V / 64; i++) times_rows(out[i], left[k], values + i * TILE, k * 16, lane);
-  started();
+    for (int i = 0; i < V / 64; i++) times_rows(out[i], left[k], values + i * TILE, k * 16);
+  group_commit();
 #pragma unroll
-  for (int i = 0; i < V / 64; i++) ended<0>(out[i]);
+  for (int i = 0; i < V / 64; i++) ended(out[i]);
 }
 
 // The warp's rows of [64, V] to memory, by way of tiles that nobody else reads.
@@ -266,13 +238,15 @@ DEVICE void write_out(u16* to, i64 stride, u16* tiles, const float (*out)[8][4],
   }
 }
 
-// Sums over tokens of 64 features: a lane's pair over the warp's to sums [WARPS, 64], and then over all.
-DEVICE void put_sums(float* sums, float* two, int column, int lane) {
+// Sums over tokens of 64 features, [WARPS, 64]: the warp's, of a lane's features two at `column`, two at column + 8.
+DEVICE void put_sums(float* sums, const float (*four)[2], int column, int lane) {
+  const bool later = lane & 16, odd = lane & 8;  // what the lane ends with
+  float two[2];
 #pragma unroll
-  for (int e = 0; e < 2; e++) {
-    two[e] += exchanged(two[e], 4), two[e] += exchanged(two[e], 8), two[e] += exchanged(two[e], 16);
-    if (lane < 4) sums[column + lane * 2 + e] = two[e];
-  }
+  for (int e = 0; e < 2; e++) two[e] = (later ? four[1][e] : four[0][e]) + exchanged(later ? four[0][e] : four[1][e], 16);
+  float sum = (odd ? two[1] : two[0]) + exchanged(odd ? two[0] : two[1], 8);
+  sum += exchanged(sum, 4);
+  if (!(lane & 4)) sums[column + later * 8 + (lane & 3) * 2 + odd] = sum;
 }
 DEVICE void write_sums(float* to, const float* sums) {
   if (threadIdx.x >= 64) return;

@@ -44,13 +44,13 @@ DEVICE void product8(float* c, const u32* a, const u32* b) {
 
 // The products of four warps together, of sm_90 alone: c [16, N] += a [16, 16] b [16, N], a warp its own rows of a and c, in the
 // registers of product16; b in shared memory, panels of 64 columns and PANEL rows, in each row of 128 bytes the chunk of 16
-// bytes i at i ^ row % 8, panels at multiples of 1024 bytes. They go on behind the threads' backs, which fence what they
+// bytes i at i ^ row % 8, panels at multiples of 1024 bytes, from row `row` on. They go on behind the threads' backs, which fence what they
 // wrote (registers; copies to shared memory) and wait before they touch a, b or c.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define FOUR(c, i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
 #define SIXTEEN(c, i) FOUR(c, i), FOUR(c, i + 1), FOUR(c, i + 2), FOUR(c, i + 3)
-template <int N, int PANEL> DEVICE void group_product(float (*c)[4], const u32* a, const u16* b) {
-  const unsigned long long place = 1ull << 62 | 64ull << 32 | (unsigned long long)(PANEL * 8) << 16 | (shared_address(b) & 0x3ffff) >> 4;
+template <int N, int PANEL> DEVICE void group_product(float (*c)[4], const u32* a, const u16* b, int row = 0) {
+  const unsigned long long place = 1ull << 62 | 64ull << 32 | (u32)(PANEL * 8 << 16) | (shared_address(b) >> 4) + row * 8;
   if constexpr (N == 128)
     asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
@@ -69,7 +69,7 @@ template <int N, int PANEL> DEVICE void group_product(float (*c)[4], const u32* 
 // The same with b^T: c [16, N] += a [16, 16] (b [N, 16 columns from `column` on])^T, b one panel of 64 columns.
 template <int N> DEVICE void group_product_turned(float (*c)[4], const u32* a, const u16* b, int column) {
   static_assert(N == 64);
-  const unsigned long long place = 1ull << 62 | 64ull << 32 | 1ull << 16 | (shared_address(b + column) & 0x3ffff) >> 4;
+  const unsigned long long place = 1ull << 62 | 64ull << 32 | 1u << 16 | (shared_address(b) >> 4) + column / 8;
   asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
                "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
                "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
@@ -87,7 +87,7 @@ DEVICE void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int LEFT> DEVICE void group_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 DEVICE void copies_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #else  // never called
-template <int N, int PANEL> DEVICE void group_product(float (*)[4], const u32*, const u16*) {}
+template <int N, int PANEL> DEVICE void group_product(float (*)[4], const u32*, const u16*, int = 0) {}
 template <int N> DEVICE void group_product_turned(float (*)[4], const u32*, const u16*, int) {}
 template <int COUNT> DEVICE void hold(float (*)[4]) {}
 DEVICE void hold(u32*) {}

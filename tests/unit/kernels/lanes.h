@@ -132,9 +132,9 @@ template <int N, int PANEL> void group_product_now(float (*c)[4], const u32* a, 
 }
 template <int COUNT> void hold(float (*)[4]) {}
 inline void hold(u32*) {}
-template <int N, int PANEL> void group_product(float (*c)[4], const u32* a, const u16* b) {
+template <int N, int PANEL> void group_product(float (*c)[4], const u32* a, const u16* b, int row = 0) {
   const std::vector<u32> left(a, a + 4);
-  groups.back().push_back([=] { group_product_now<N, PANEL>(c, left.data(), b); });
+  groups.back().push_back([=] { group_product_now<N, PANEL>(c, left.data(), b + row * 64); });
 }
 template <int N> void group_product_turned(float (*c)[4], const u32* a, const u16* b, int column) {
   const std::vector<u32> left(a, a + 4);

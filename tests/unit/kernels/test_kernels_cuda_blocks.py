@@ -1,11 +1,11 @@
-"""The CUDA kernels of the causal scan's blocks without a card: compiled for the CPU, a thread a lane (`lanes.h`). None has run on
-one, so no call takes them yet (`cuda_blocks.CHOSEN`)."""
+"""The CUDA kernels of the causal scan's blocks without a card: compiled for the CPU, a thread a lane (`lanes.h`), where copies
+and products are there only when they are waited for."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from lightnet_kernels import cuda_blocks, cuda_chains
+from lightnet_kernels import cuda_chains
 
 from . import triton_table as table
 from .interpreter import INSIDE, inside, outside, run_inside
@@ -36,7 +36,7 @@ def launched(monkeypatch, tmp_path_factory):
     if not INSIDE:
         yield
         return
-    monkeypatch.setattr(cuda_blocks, "CHOSEN", True)
+    monkeypatch.setattr(cuda_chains, "grouped", lambda device: True)
     with scans_on_lanes(monkeypatch, tmp_path_factory.getbasetemp()) as seen:
         yield
     assert {name for name, _ in seen} >= KERNELS
@@ -47,14 +47,11 @@ slow = pytest.mark.slow
 
 @inside
 @pytest.mark.parametrize("theta", [True, False])
-@pytest.mark.parametrize("grouped", [True, pytest.param(False, marks=slow)])
 @pytest.mark.parametrize(
     ("batch", "tokens", "heads", "width", "value_width"),
     [(1, 70, 2, 128, 64), pytest.param(2, 130, 1, 64, 64, marks=slow), pytest.param(1, 1, 1, 128, 128, marks=slow)],
 )
-def test_shapes(batch, tokens, heads, width, value_width, theta, grouped, monkeypatch):
-    """By four warps together, whose products are there only when they are waited for, and by a warp's own."""
-    monkeypatch.setattr(cuda_chains, "grouped", lambda device: grouped)
+def test_shapes(batch, tokens, heads, width, value_width, theta):
     table.check(make(batch, tokens, heads, width, value_width, theta=theta), BF16, "cpu")
 
 
