@@ -62,5 +62,5 @@ def _launch(name: str, tensors: tuple[Tensor, ...], pointers: list[Tensor | None
     count, heads, D, V = blocks.shape[0], value.shape[2], tensors[0].shape[3], value.shape[3]
     constants = {"LRPE": int(lrpe), **given, "D": D, "V": V, "WARPS": 4, "BLOCKS": 2}
     places = [stride for each in tensors for stride in each.stride()[:3]]
-    arguments = [*tensors, *pointers, *places, count, heads]
+    arguments = [*tensors, *pointers, *places, heads]
     cuda_launch.launch(name, (*FILES, f"{name}.cu"), constants, count * heads, arguments)

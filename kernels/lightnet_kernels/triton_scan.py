@@ -12,6 +12,7 @@ state for every BLOCK tokens, in the operands' dtype. Ranks that share a sequenc
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +28,19 @@ from .state import ScanState
 from .triton_launch import launch, only_compiled, staged
 from .triton_parts import BLOCK
 from .triton_shape import STRETCHES, UNITS, Shape, parts, shape_of
-from .triton_tables import Tables, tables
+from .triton_tables import PROGRAMS, Tables, tables
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WHOLE, BUSY = (
+    32 * BLOCK,
+    64,
+)  # tokens of a sequence that is not cut if there are so many chains (benchmarks/LOG.md, version 43)
 
 
 def tables_of(
     query: Tensor, shape: Shape, bounds: tuple[int, ...] | None, forward: bool = False, compiled_for: bool | None = None
 ) -> Tables:
-    """How the tokens of a call are cut.
+    """How the tokens of a call are cut. Where CUDA kernels do it, short sequences are not, if they keep half a card busy.
 
     Args:
         forward: for a forward pass that no rank shares, which is another cut where CUDA kernels do it: spans into pieces, and
@@ -48,7 +53,12 @@ def tables_of(
         sums = 0
     elif shape.alone:
         chains *= 2
-    table = tables(query.shape[0], query.shape[1], bounds, BLOCK, chains, sums, query.device, shape.cuda)
+    batch, tokens = query.shape[:2]
+    lengths = (tokens,) if bounds is None else tuple(end - begin for begin, end in itertools.pairwise(bounds))
+    count = batch if bounds is None else len(lengths)
+    if shape.cuda and max(lengths, default=0) <= WHOLE and count * shape.heads * shape.chains >= BUSY:
+        chains = PROGRAMS
+    table = tables(batch, tokens, bounds, BLOCK, chains, sums, query.device, shape.cuda)
     if compiled_for is None:
         return table
     return table._replace(chained=compiled_for, pieces=table.pieces[:1], lengths=table.lengths[:1])

@@ -1,5 +1,6 @@
 // The gradients of keys and values of a block of 64 tokens: triton_backward's key_grads and value_grads in one, but for their exact
 // form; their buffers. One block of threads (four warps, 16 tokens each) a block and head, 64 features at a time.
+// Those of one block's heads run together: their rows are neighbours in memory.
 //
 // Given by the compiler: LRPE; D and V, widths; BLOCKS on a multiprocessor; WARPS, 4. For sm_90 alone.
 
@@ -14,10 +15,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, const u16* later, u16* grad_key, u16* grad_value,
                const int* table, const u16* cosines, const u16* sines, const u16* kv, const float* leave, const int* flag,
                const float* pressure, float* torque, STRIDES(key), STRIDES(value), STRIDES(grad), STRIDES(x), STRIDES(later),
-               STRIDES(grad_key), STRIDES(grad_value), i64 blocks, i64 heads) {
+               STRIDES(grad_key), STRIDES(grad_value), i64 heads) {
   SHARED_MEMORY
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, first = warp * 16;
-  const i64 block = blockIdx.x % (u32)blocks, head = blockIdx.x / (u32)blocks, at = block * heads + head;
+  const i64 at = blockIdx.x, block = blockIdx.x / (u32)heads, head = blockIdx.x % (u32)heads;
   const int exact = flag[at];
   const uint4 fields = *(const uint4*)(table + block * 4);
   if (exact) return;

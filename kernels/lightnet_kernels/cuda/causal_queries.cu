@@ -1,5 +1,6 @@
 // What the queries of a block of 64 tokens ask, and their gradient: triton_backward's query_grads but for its exact form, whose
 // buffers these are. One block of threads (four warps, 16 tokens each) a block and head, 64 features at a time.
+// Those of one block's heads run together: their rows are neighbours in memory.
 //
 // Given by the compiler: LRPE, SILU; D and V, widths; BLOCKS on a multiprocessor; WARPS, 4. For sm_90 alone.
 
@@ -15,10 +16,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 causal_queries(const u16* query, const u16* key, const u16* value, const u16* grad, u16* grad_query, u16* x, u16* later,
                const int* table, const u16* cosines, const u16* sines, const u16* kv, const float* enter, const float* mass,
                const int* flag, float* pressure, float* torque, STRIDES(query), STRIDES(key), STRIDES(value), STRIDES(grad),
-               STRIDES(grad_query), STRIDES(x), STRIDES(later), i64 blocks, i64 heads) {
+               STRIDES(grad_query), STRIDES(x), STRIDES(later), i64 heads) {
   SHARED_MEMORY
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, first = warp * 16;
-  const i64 block = blockIdx.x % (u32)blocks, head = blockIdx.x / (u32)blocks, at = block * heads + head;
+  const i64 at = blockIdx.x, block = blockIdx.x / (u32)heads, head = blockIdx.x % (u32)heads;
   const int exact = flag[at];
   const uint4 fields = *(const uint4*)(table + block * 4);
   if (exact) return;

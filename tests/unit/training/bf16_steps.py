@@ -69,10 +69,12 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = [[torch.randn(shape, generator=generator).bfloat16() for shape in group] for group in SHAPES]
     found: dict[str, Any] = {}
-    for clip in (0.0, 0.5, 1e4):
+    for clip, held_back in ((0.0, None), (0.5, 20), (1e4, 0)):
         theirs, ours = build(weights, clip), build(weights, clip)
         engine = SimpleNamespace(optimizer=ours[0], pipeline_parallelism=False, sequence_parallel_size=1)
         Bf16Optimizer.take_over(engine, lambda square: (square.sqrt(), (~square.isfinite()).float()))
+        if held_back is not None:
+            ours[0].held_back = held_back
         off = {"gradients": 0.0, "masters": 0.0, "moments": 0.0, "weights": 0.0, "norm": 0.0}
         still = True
         before: list[Tensor] = []
