@@ -67,7 +67,9 @@ class Bf16Optimizer(BF16_Optimizer):
         if seen[param_idx]:
             self.copy_waiting()  # this one among them
             into.add_(found)
-        else:
+        elif found.dtype == into.dtype:
+            into.copy_(found)
+        else:  # of one dtype, or they are copied one by one
             self.waiting.append((into, found))
         lp._hp_grad = into
         seen[param_idx] = True
