@@ -23,7 +23,9 @@ from triton import knobs
 from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
 from .recording import active
+from .triton_loading import load_apart
 
+load_apart()
 TENSOR_MEMORY = 10  # sm_100 and sm_103
 
 _NOTHING = contextlib.nullcontext()

@@ -44,6 +44,7 @@ def test_kept_bytes_and_peak() -> None:
         del loss, saved
 
 
+@pytest.mark.whole_card  # its times are its own
 def test_calibration(tmp_path: Path) -> None:
     path, began, ranks = tmp_path / "cards.json", time.perf_counter(), min(2, torch.cuda.device_count())
     for line in calibrate(path, ranks):
