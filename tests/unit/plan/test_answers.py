@@ -79,8 +79,8 @@ def test_more_cards_that_do_not_help_are_said() -> None:
 
 def test_fewer_cards_are_looked_for_in_whole_hosts() -> None:
     """97 cards are hosts of one, which are slow; 16 of two hosts are not. More cards may be faster again."""
-    answer = json.loads(run("pile_1b", "--gpus", "97", "--json").stdout)
-    some = json.loads(run("pile_1b", "--gpus", "16", "--json").stdout)
+    answer = json.loads(run("pile_1b", "--gpus", "97", "--json", "train.global_batch=256").stdout)
+    some = json.loads(run("pile_1b", "--gpus", "16", "--json", "train.global_batch=256").stdout)
     assert answer["enough"]["gpus"] == 16
     assert answer["enough"]["tokens_per_second"] == pytest.approx(some["recommended"]["tokens_per_second"])
 
