@@ -28,18 +28,19 @@ from .state import ScanState
 from .triton_launch import launch, only_compiled, staged
 from .triton_parts import BLOCK
 from .triton_shape import STRETCHES, UNITS, Shape, parts, shape_of
-from .triton_tables import PROGRAMS, Tables, tables
+from .triton_tables import Tables, tables
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WHOLE, BUSY = (
     32 * BLOCK,
     64,
-)  # tokens of a sequence that is not cut if there are so many chains (benchmarks/LOG.md, version 43)
+)  # tokens of a sequence that is not cut if there are so many chains (benchmarks/LOG.md, version 44)
 
 
 def tables_of(
-    query: Tensor, shape: Shape, bounds: tuple[int, ...] | None, forward: bool = False, compiled_for: bool | None = None
-) -> Tables:
+    query: Tensor, shape: Shape, bounds: tuple[int, ...] | None, forward: bool = False, compiled_for: bool | None = None,
+    shared: bool = False,
+) -> Tables:  # fmt: skip
     """How the tokens of a call are cut. Where CUDA kernels do it, short sequences are not, if they keep half a card busy.
 
     Args:
@@ -47,6 +48,7 @@ def tables_of(
             with LRPE into as many chains as the card has multiprocessors, not twice as many.
         compiled_for: where nothing is launched, whether as if sequences had several spans. They count as one, of one
             piece, so that this takes no memory which the call itself would not.
+        shared: whether ranks share the call: they sum every span in any case.
     """
     chains, sums = shape.heads * shape.chains, shape.heads * shape.sums
     if shape.cuda and not forward:
@@ -54,11 +56,11 @@ def tables_of(
     elif shape.alone:
         chains *= 2
     batch, tokens = query.shape[:2]
-    lengths = (tokens,) if bounds is None else tuple(end - begin for begin, end in itertools.pairwise(bounds))
-    count = batch if bounds is None else len(lengths)
-    if shape.cuda and max(lengths, default=0) <= WHOLE and count * shape.heads * shape.chains >= BUSY:
-        chains = PROGRAMS
-    table = tables(batch, tokens, bounds, BLOCK, chains, sums, query.device, shape.cuda)
+    lengths = (tokens,) * batch if bounds is None else tuple(end - begin for begin, end in itertools.pairwise(bounds))
+    longest = max(lengths, default=0)
+    busy = sum(lengths) // max(1, longest) * shape.heads * shape.chains >= BUSY  # as many of the longest
+    whole = shape.cuda and not shared and longest <= WHOLE and busy
+    table = tables(batch, tokens, bounds, BLOCK, chains, sums, query.device, shape.cuda, whole)
     if compiled_for is None:
         return table
     return table._replace(chained=compiled_for, pieces=table.pieces[:1], lengths=table.lengths[:1])

@@ -161,7 +161,7 @@ class _Outputs(torch.autograd.Function):
 
 def _sizes(query: Tensor, value: Tensor, theta: Tensor | None, bounds: Any, silu: bool) -> tuple[Shape, Tables]:
     shape = shape_of(query, value, theta, silu)
-    return shape, tables_of(query, shape, bounds)
+    return shape, tables_of(query, shape, bounds, shared=True)
 
 
 def _sizes_of_keys(key: Tensor, value: Tensor, theta: Tensor | None, bounds: Any) -> None:

@@ -63,10 +63,11 @@ def pieces_of(span: int, summed: int, most: int, sums: int, cuda: bool) -> int:
 @functools.lru_cache(maxsize=32)
 def tables(
     batch: int, tokens: int, bounds: tuple[int, ...] | None, block: int, chains: int, sums: int, device: torch.device,
-    cuda: bool = False,
+    cuda: bool = False, whole: bool = False,
 ) -> Tables:  # fmt: skip
     """`chains`: programs that share a span (heads times slices of features); the fewer, the shorter the spans. `sums`:
-    programs that share a piece, 0 where pieces are whole spans; `cuda`, whether those of `cuda_chains`."""
+    programs that share a piece, 0 where pieces are whole spans; `cuda`, whether those of `cuda_chains`. `whole`: a span a
+    sequence."""
     if bounds is None:
         begin = torch.zeros(batch, dtype=torch.int64)
         lengths = torch.full((batch,), tokens, dtype=torch.int64)
@@ -82,7 +83,7 @@ def tables(
     )
     ideal = max(2 * WINDOW, int(counts.sum()) * chains / PROGRAMS)
     longest = int(counts.max()) if len(counts) else 0
-    cuts = max(1, round(longest / ideal))
+    cuts = 1 if whole else max(1, round(longest / ideal))
     span = -(-longest // cuts)  # equal spans: a short one would be a wave of its own
     wanted = int(((counts + span - 1) // max(1, span)).sum() - (counts > 0).sum()) if cuts > 1 else 0
     shares = pieces_of(span, wanted, cuts, sums, cuda) if cuts > 1 and sums else 1

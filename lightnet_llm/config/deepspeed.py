@@ -27,6 +27,7 @@ _AVERAGES = ("gradient_allreduce_op", "communication_data_type", "prescale_gradi
 GATHERED_TOGETHER = ("lightnet_llm.models.block.Block",)
 PREFETCHED = 50_000_000  # elements that DeepSpeed gathers ahead of use
 NO_CLIP = 1e30  # large enough never to act; DeepSpeed computes the gradient norm only where it clips
+COPIED_AT_ONCE = 2**24  # numbers of bf16 gradients that wait to be copied to the fp32 buffer together: 32 MiB
 
 
 def effective_zero_stage(config: RunConfig) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..config.deepspeed import PREFETCHED, block_elements, deepspeed_config, effective_zero_stage
+from ..config.deepspeed import COPIED_AT_ONCE, PREFETCHED, block_elements, deepspeed_config, effective_zero_stage
 from ..config.run import RunConfig
 from ..errors import UserError
 from ..models import CausalLM, count_parameters
@@ -199,6 +199,8 @@ class Part:
         vocabulary = work.vocabulary * self.model.width * work.element
         # Gradients in the parameters' dtype, until they join the sum: a block's, and the head's if the embedding has a part.
         narrow = self.whole_weights // max(1, len(self.blocks)) if self.bf16 and self.zero < 2 else 0
+        if narrow and self.choice.pipeline == 1:  # some wait to be copied together
+            narrow += min(self.whole_weights, work.element * COPIED_AT_ONCE)
         tied = vocabulary if self.last and self.bf16 and self.model.tie_embeddings else 0
         if self.zero == 3:  # those of a block, in float32, are there until it is through; then copies of a bucket's
             narrow, tied = 4 * self.block_elements + work.element * self.bucket, 4 // work.element * tied

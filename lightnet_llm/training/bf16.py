@@ -23,10 +23,9 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
-from ..config.deepspeed import NO_CLIP
+from ..config.deepspeed import COPIED_AT_ONCE, NO_CLIP
 
 CLIP_EPS = 1e-6  # DeepSpeed's, beside the norm
-AT_ONCE = 2**24  # numbers of bf16 gradients that are copied together
 
 
 class Bf16Optimizer(BF16_Optimizer):
@@ -37,13 +36,14 @@ class Bf16Optimizer(BF16_Optimizer):
             global gradient norm and whether the step must be skipped (1.0) or not (0.0), fp32 scalars there.
         average_over: by how much ranks' sums are divided.
         held_back: how many numbers of bf16 gradients may wait to be copied together.
-        waiting: those gradients, each with its place in the fp32 buffer.
+        waiting: those gradients, each with its place in the fp32 buffer; held: how many numbers they are.
     """
 
     judge: Callable[[Tensor], tuple[Tensor, Tensor]]
     average_over: float
     held_back: int
     waiting: list[tuple[Tensor, Tensor]]
+    held: int
 
     @classmethod
     def take_over(cls, engine: Any, judge: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
@@ -51,8 +51,9 @@ class Bf16Optimizer(BF16_Optimizer):
         optimizer = engine.optimizer
         optimizer.__class__ = cls
         optimizer.judge = judge
-        optimizer.held_back, optimizer.waiting = AT_ONCE, []
-        if engine.pipeline_parallelism:  # which reads tied weights' gradients before they are reduced
+        optimizer.held_back, optimizer.waiting, optimizer.held = COPIED_AT_ONCE, [], 0
+        # Pipelines read tied weights' gradients before they are reduced; without the second, gradients are zeroed in place.
+        if engine.pipeline_parallelism or not optimizer.immediate_grad_update:
             optimizer.held_back = 0
         ranks = dist.get_world_size(optimizer.dp_process_group)
         # The plain engine counts ranks that share a sample as one.
@@ -71,9 +72,10 @@ class Bf16Optimizer(BF16_Optimizer):
             into.copy_(found)
         else:  # of one dtype, or they are copied one by one
             self.waiting.append((into, found))
+            self.held += found.numel()
         lp._hp_grad = into
         seen[param_idx] = True
-        if clear_lp_grads or sum(place.numel() for place, _ in self.waiting) > self.held_back:
+        if clear_lp_grads or self.held > self.held_back:
             self.copy_waiting()
         if clear_lp_grads:
             lp.grad.zero_()
@@ -81,8 +83,12 @@ class Bf16Optimizer(BF16_Optimizer):
     def copy_waiting(self) -> None:
         if self.waiting:
             places, gradients = zip(*self.waiting, strict=True)
-            self.waiting.clear()
+            self.forget_waiting()
             torch._foreach_copy_(places, gradients)
+
+    def forget_waiting(self) -> None:
+        self.waiting.clear()
+        self.held = 0
 
     @torch.no_grad()
     def get_grads_for_reduction(self) -> Any:
@@ -118,7 +124,7 @@ class Bf16Optimizer(BF16_Optimizer):
 
     def clear_hp_grads(self) -> None:
         """What stays in the buffers is overwritten, or zeroed before it is reduced."""
-        self.waiting.clear()
+        self.forget_waiting()
         for seen in self.fp32_groups_has_gradients:
             seen[:] = [False] * len(seen)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightnet_kernels import triton_tables
+from lightnet_kernels import triton_scan, triton_tables
+from lightnet_kernels.triton_shape import Shape
 
 CPU = torch.device("cpu")
 BLOCK = 64
@@ -89,3 +90,26 @@ def test_sixteen_heads_by_cuda(batch, tokens, spans, pieces, asked):
     assert (len(found.spans), len(found.pieces)) == (spans, pieces)
     found = triton_tables.tables(batch, tokens, None, BLOCK, 2 * 16, 0, CPU, cuda=True)
     assert len(found.spans) == len(found.pieces) == asked
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "bounds", "options", "spans"),
+    [
+        (8, 2048, None, {}, 8),
+        (8, 2048, None, {"forward": True}, 8),
+        (8, 2048, None, {"shared": True}, 16),  # ranks sum every span
+        (4, 2048, None, {}, 4),
+        (3, 2048, None, {}, 12),  # 48 chains: too few
+        (4, 4096, None, {}, 16),
+        (1, 8192, tuple(range(0, 8193, 2048)), {}, 4),
+        (1, 4096, (0, 2048, *range(2058, 4097, 10)), {}, 2 + 204),  # one of them is nearly all that there is
+        (1, 2078, (0, 2048, 2078, 2078, 2078), {}, 5),  # segments of no token are none
+        (1, 0, (0,), {}, 0),
+        (0, 2048, None, {}, 0),
+    ],
+)
+def test_short_sequences_are_whole(batch, tokens, bounds, options, spans):
+    """Where CUDA kernels scan them and there are enough: 16 chains a sequence here."""
+    query = torch.empty(batch, tokens, 8, 128, device="meta")
+    shape = Shape(8, 128, 128, double=True, silu=False, wide=False, cuda=True)
+    assert len(triton_scan.tables_of(query, shape, bounds, **options).spans) == spans
