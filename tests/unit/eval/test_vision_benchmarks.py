@@ -64,7 +64,8 @@ def test_three_beside_each_other(tmp_path: Path, monkeypatch: Any) -> None:
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert [row["model"] for row in rows] == ["lightnet", "softmax", "linear probe"]
     assert all(0 <= row["top1"] <= row["top5"] <= 1 and row["images"] == 12 for row in rows)
-    assert rows[0]["steps"] == 6 and abs(rows[1]["seconds"] / rows[0]["seconds"] - 1) < 0.25
+    off = abs(rows[1]["seconds"] - rows[0]["seconds"])  # whole steps, and seconds to one place
+    assert rows[0]["steps"] == 6 and off <= 0.5 * rows[1]["seconds"] / rows[1]["steps"] + 0.11
     assert load_config(str(tmp_path / "runs" / "x_softmax" / "config.yaml")).model.mixer == "softmax"
     assert (tmp_path / "runs" / "x" / "peers.png").is_file()
 
