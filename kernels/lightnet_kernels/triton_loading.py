@@ -8,6 +8,7 @@ another one, and a kernel is started with arguments that are not its own. Here e
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -15,6 +16,15 @@ from types import ModuleType
 from triton.runtime import build
 
 _lock = threading.RLock()
+
+
+def _renew() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)  # a thread that held it is not there
 
 
 def apart(load: Callable[[str, str], ModuleType]) -> Callable[[str, str], ModuleType]:

@@ -1,8 +1,12 @@
 """Triton's launchers that several threads load: `lightnet_kernels.triton_loading`."""
 
+import os
 import shutil
+import signal
 import sysconfig
+import threading
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -41,3 +45,26 @@ def test_a_launcher_stays_what_it_was(tmp_path, monkeypatch):
     theirs = [load(number) for number in (1, 2, 3)]
     if len({id(each) for each in theirs}) == 1:  # else Python or Triton has mended it
         assert [each.launch() for each in theirs] == [3, 3, 3]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_fork_while_another_thread_loads():
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with triton_loading._lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        triton_loading.apart(lambda name, path: ModuleType(name))("a", "b")
+        os._exit(0)
+    done.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
