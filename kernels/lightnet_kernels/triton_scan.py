@@ -4,7 +4,8 @@ Forward: chains of blocks leave the state that every block finds (`chain_states`
 once. Backward (`triton_scan_grads`): queries, all blocks at once; chains from the end with gradients; then keys, then
 values, all blocks at once. Where sequences are long and heads few a sequence is cut into spans, whose chains do not wait
 for one another: what each adds, backward what it asks, is summed before, by pieces (`triton_span_sums`). Chains and sums
-are CUDA kernels where those fit (`cuda_chains`), which find the units of blocks on their way. Nothing waits for the device;
+are CUDA kernels where those fit (`cuda_chains`), which find the units of blocks on their way, and on sm_90 so is what all
+blocks do at once (`cuda_blocks`). Nothing waits for the device;
 a new cut into blocks is sent to it once. For the backward pass the inputs and the blocks' states are kept: one
 state for every BLOCK tokens, in the operands' dtype. Ranks that share a sequence: `triton_scan_ranks`.
 """

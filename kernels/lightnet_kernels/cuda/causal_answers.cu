@@ -16,14 +16,7 @@ causal_answers(const u16* key, const u16* value, const u16* grad, const u16* x, 
                const int* table, const u16* cosines, const u16* sines, const u16* kv, const float* leave, const int* flag,
                const float* pressure, float* torque, STRIDES(key), STRIDES(value), STRIDES(grad), STRIDES(x), STRIDES(later),
                STRIDES(grad_key), STRIDES(grad_value), i64 heads) {
-  SHARED_MEMORY
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, first = warp * 16;
-  const i64 at = blockIdx.x, block = blockIdx.x / (u32)heads, head = blockIdx.x % (u32)heads;
-  const int exact = flag[at];
-  const uint4 fields = *(const uint4*)(table + block * 4);
-  if (exact) return;
-  const i64 row = fields.x, token = fields.y;
-  const int length = fields.z, place = fields.w;
+  BLOCK_AND_HEAD
   HERE(key), HERE(value), HERE(grad), HERE(x), HERE(later), HERE(grad_key), HERE(grad_value);
   cosines += head * BT * D, sines += head * BT * D, kv += at * (HALVES * D * V), torque += at * D;
 

@@ -14,14 +14,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 causal_outputs(const u16* query, const u16* key, const u16* value, u16* output, const int* table, const u16* cosines,
                const u16* sines, const u16* kv, const float* enter, const float* mass, const int* flag, STRIDES(query),
                STRIDES(key), STRIDES(value), STRIDES(output), i64 heads) {
-  SHARED_MEMORY
-  const int lane = threadIdx.x & 31, t = lane & 3, first = (threadIdx.x >> 5) * 16;
-  const i64 at = blockIdx.x, block = blockIdx.x / (u32)heads, head = blockIdx.x % (u32)heads;
-  const int exact = flag[at];
-  const uint4 fields = *(const uint4*)(table + block * 4);
-  if (exact) return;
-  const i64 row = fields.x, token = fields.y;
-  const int length = fields.z;
+  BLOCK_AND_HEAD
   HERE(query), HERE(key), HERE(value), HERE(output);
   cosines += head * BT * D, sines += head * BT * D, kv += at * (HALVES * D * V);
 

@@ -7,6 +7,17 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr int BT = 64, TILE = BT * 64, THREADS = 32 * WARPS, HALVES = LRPE ? 2 : 1;
 
 #define STRIDES(x) i64 x##_b, i64 x##_t, i64 x##_h
+// A kernel's beginning: the lane's place (g, t) in a product and its warp's first row; the block and head of these threads, their
+// number `at`, and of the block batch row, first token, tokens and place in its sequence. Blocks in the exact form end here.
+#define BLOCK_AND_HEAD                                                                                                   \
+  SHARED_MEMORY                                                                                                          \
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, first = warp * 16;            \
+  const i64 at = blockIdx.x, block = blockIdx.x / (u32)heads, head = blockIdx.x % (u32)heads;                            \
+  const int exact = flag[at];                                                                                            \
+  const uint4 fields = *(const uint4*)(table + block * 4);                                                               \
+  if (exact) return;                                                                                                     \
+  const i64 row = fields.x, token = fields.y;                                                                            \
+  const int length = fields.z, place = fields.w;
 // A tensor from the block's first token and head on.
 #define HERE(x) x += row * x##_b + token * x##_t + head * x##_h
 

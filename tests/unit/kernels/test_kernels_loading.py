@@ -33,6 +33,18 @@ def test_triton_loads_so():
     assert getattr(build, "_load_module_from_path", None) is before, "once is enough"
 
 
+def test_what_was_loaded_does_not_change():
+    """A loader that gives one module for all, as Python's does for what it has loaded before."""
+    shared = ModuleType("launcher")
+
+    def load(name, path):
+        shared.launch = lambda: path
+        return shared
+
+    found = [triton_loading.apart(load)("launcher", path) for path in "ab"]
+    assert [each.launch() for each in found] == ["a", "b"] and shared not in found
+
+
 @pytest.mark.skipif(not (ONE_BY_ONE and BUILDS), reason="needs gcc, Python.h and a Triton that builds launchers")
 def test_a_launcher_stays_what_it_was(tmp_path, monkeypatch):
     """Also when it, and then another one of its name, has been loaded before. Triton's own loader gives the last one's."""
